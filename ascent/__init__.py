@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ascent.models.causal_lm import CausalLM
     from ascent.models.small_policies import PerPosition, Policy, Transformer
     from ascent.processes.reward_calls import Reward, batch
-    from ascent.runs.run import trust
+    from ascent.runs.run_reader import trust
     from ascent.tasks.base import SmallTask
     from ascent.tasks.environment import Environment, Step
     from ascent.tasks.small.lecture import Lecture

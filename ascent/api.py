@@ -29,19 +29,21 @@ from ascent.explain.explain import formula, objective_in_words
 from ascent.models.causal_lm import GIVEN, KEPT_MODEL, give_again, name_model
 from ascent.processes.user_code import CODE
 from ascent.runs import checkpoint
-from ascent.runs.alerts.alerts import findings
+from ascent.runs.alerts.step_alerts import findings
 from ascent.runs.batch_files import check_ahead, put_together
 from ascent.runs.display.notebook import Completions, for_stream
 from ascent.runs.display.terminal import Display, numbers
 from ascent.runs.journal import Journal
 from ascent.runs.rollout_files import sampled_rows
-from ascent.runs.run import Writer, about, default_folder, init_folder, read_settings, run_label
-from ascent.runs.run import trust as trust_run
-from ascent.runs.run_folder import RunFolder, refuse_taken, vacated, write_json
-from ascent.runs.run_list import memory_ran_out
-from ascent.runs.trackers.trackers import Sinks, check_sinks
+from ascent.runs.run_folder import RunFolder, check_new_folder, unlinked, write_json
+from ascent.runs.run_info import default_folder, describe_run, run_label
+from ascent.runs.run_list import was_oom_killed
+from ascent.runs.run_reader import init_folder, read_settings
+from ascent.runs.run_reader import trust as trust_run
+from ascent.runs.run_writer import RunWriter
+from ascent.runs.trackers.tracker_threads import Trackers, check_trackers
 from ascent.runs.trust import record_run
-from ascent.runs.untrusted_files import naming
+from ascent.runs.untrusted_files import naming_file
 from ascent.settings import PLAIN, check_length, config_from, configure
 from ascent.tasks.python_objects import about_objects, compare_objects, label_of, renamed
 
@@ -103,9 +105,9 @@ def start(config: Config, out: str | Path | None, display: Display, preflight: b
 def begin(config: Config, out: str | Path | None, display: Display, preflight: bool = True) -> Begun:
     config, note = settled(config)
     _refuse_unreadable(config)
-    check_sinks(config.track)
+    check_trackers(config.track)
     path = Path(out) if out is not None else default_folder(config)
-    refuse_taken(path)
+    check_new_folder(path)
     given = None if rank_here() else keep_given(config, path)
     if note:
         display.say(note)
@@ -131,7 +133,7 @@ def begin(config: Config, out: str | Path | None, display: Display, preflight: b
         launch = {"launch": launch_here()} if launch_here() else {}
         settings = config.to_dict() | {"id": secrets.token_hex(16)}
         parts.notes += tuple(filter(None, [record_run(path, settings)]))  # first: a killed run can then be resumed
-        folder = RunFolder.create(path, settings | words, about(config, parts.backend.packages) | launch)
+        folder = RunFolder.create(path, settings | words, describe_run(config, parts.backend.packages) | launch)
         if given is not None:
             given.rename(path / "model")
     except BaseException:
@@ -226,7 +228,7 @@ def reopen(
         existing.take_objects(objects, anyway, needed=False)
         return None
     existing.take_objects(objects, anyway)
-    check_sinks(existing.config.track)
+    check_trackers(existing.config.track)
     config = existing.config
     if not group_size(config.ranks.shard):  # what ranks have begun in shards, one process may continue
         config = replace(config, ranks=replace(config.ranks, shard="auto"))
@@ -234,7 +236,7 @@ def reopen(
         config = replace(config, policy=give_again(config.policy, *model))
     if rank_here():
         assemble_ranks(config)
-    killed = memory_ran_out(existing.folder)
+    killed = was_oom_killed(existing.folder)
     folder = RunFolder.reopen(existing.folder)
     if folder.run["status"] == "finished" and from_step is None:  # it ended while it was looked at
         folder.close()
@@ -248,10 +250,10 @@ def reopen(
             chosen = existing.checkpoint(from_step, flag="--from")
             groups, saved = checkpoint.load_checkpoint(chosen)
         first, state, sizes = saved["step"], saved["state"], saved["records"]
-        folder.check_cut(sizes)
+        folder.check_sizes(sizes)
         parts = assemble_ranks(config, groups.keys(), checkpoint.start_of(folder.path / "checkpoints"))
         if chosen is not None:
-            with naming(chosen):
+            with naming_file(chosen):
                 parts.streams.restore(groups.pop("rng"))
                 parts.sampler.pending = put_together(groups.pop("ahead", {}), saved.get("ahead", []), parts.task.player)
                 parts.learner.restore(groups)
@@ -265,7 +267,7 @@ def reopen(
         if existing.changed:
             parts.notes += tuple(_record_changed(existing, folder, first))
         if from_step is not None:
-            folder.set_aside(first)
+            folder.back_up_records(first)
         for later in existing.checkpoints:
             if chosen is not None and checkpoint.step_of(later) > checkpoint.step_of(chosen):
                 later.rename(later.with_name(f"replaced-{later.name}-{time.time_ns()}"))
@@ -318,7 +320,7 @@ def _record_changed(run: Run, folder: RunFolder, step: int) -> list[str]:
 class TrainingStep:
     """A step of a run that is driven, `for step in ascent.steps(…)`, once its records are written."""
 
-    def __init__(self, number: int, writer: Writer, parts: Parts):
+    def __init__(self, number: int, writer: RunWriter, parts: Parts):
         self.number, self._writer, self._parts = number, writer, parts
         self.changed: Config | None = None
         """The config from here on, where something was changed."""
@@ -428,9 +430,9 @@ def drive(begun: Begun, driven: bool = False) -> Generator[TrainingStep, None, N
     """
     parts, folder, display, first, state = begun
     config = parts.config
-    writer = Writer(folder, config, parts.task, display)
-    sinks = Sinks(config.track, folder.path, config.to_dict(), folder.path.name, first, writer.say)
-    writer.sinks = sinks
+    writer = RunWriter(folder, config, parts.task, display)
+    trackers = Trackers(config.track, folder.path, config.to_dict(), folder.path.name, first, writer.say)
+    writer.trackers = trackers
     writer.journal = None if parts.sampler.exact else Journal(folder.path)
     writer.timeline = parts.backend.timeline(parts.sampler) if config.data == "samples" else None
     parts.backend.keep_logs(parts.judged[1] if parts.judged else parts.sampler, folder.path)
@@ -470,10 +472,10 @@ def drive(begun: Begun, driven: bool = False) -> Generator[TrainingStep, None, N
             raise trouble from (None if trouble is error else error)
         finally:
             end(parts, folder, display, writer)
-            sinks.close(folder.run["status"])
+            trackers.close(folder.run["status"])
 
 
-def end(parts: Parts, folder: RunFolder, display: Display, writer: Writer) -> None:
+def end(parts: Parts, folder: RunFolder, display: Display, writer: RunWriter) -> None:
     """Close what a run has open, and write its result."""
     display.close()
     writer.close()
@@ -497,7 +499,7 @@ def _trouble(error: Exception, folder: Path) -> Exception:
         return error
     if isinstance(error, OSError):
         return RunError(f"{folder} cannot be written: {error.strerror}. Make room, then: ascent resume {folder}")
-    vacated(folder / "error.txt").write_text("".join(traceback.format_exception(error)))
+    unlinked(folder / "error.txt").write_text("".join(traceback.format_exception(error)))
     return RunError(
         f"an error that Ascent did not expect: {type(error).__name__}: {error}. "
         f"The details are in {folder / 'error.txt'}"

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ascent.runs.run import Writer
+from ascent.runs.run_writer import RunWriter
 
 
 def as_a_program(program: Callable[[], Any], *files: int) -> int:
@@ -103,14 +103,14 @@ def ascent_process(folder: Path, *args: Any, cwd: Path | None = None) -> Forked:
 
 def wait_after(patch: pytest.MonkeyPatch, step: int, run: Path | None = None) -> None:
     """Let runs, or this one, wait after a step until they are told to stop: a fork of this process is caught there."""
-    write = Writer.step
+    write = RunWriter.step
 
-    def waiting(writer: Writer, now: int, *args: Any) -> None:
+    def waiting(writer: RunWriter, now: int, *args: Any) -> None:
         write(writer, now, *args)
         while now >= step and run in (None, writer.folder.path) and not writer.stopping():
             time.sleep(0.01)
 
-    patch.setattr(Writer, "step", waiting)
+    patch.setattr(RunWriter, "step", waiting)
 
 
 def write_sigint(_: Any, folder: str) -> None:

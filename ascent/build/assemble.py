@@ -17,7 +17,7 @@ from ascent.core.types import Streams
 from ascent.distributed.ranks import ALONE, Ranks
 from ascent.runs import checkpoint
 from ascent.runs.held_out import Evaluate, Keep, offline_evaluator, sample_evaluator
-from ascent.runs.run import init_folder
+from ascent.runs.run_reader import init_folder
 from ascent.tasks.epochs import steps_of
 
 

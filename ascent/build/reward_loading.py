@@ -20,7 +20,7 @@ from ascent.rewards.judge.judge_rewards import JudgeGrader
 from ascent.rewards.judge.judge_settings import read_judge
 from ascent.runs import checkpoint
 from ascent.runs.held_out import Calibration, calibration, calibration_text, draw_calibration, offline_batch
-from ascent.runs.run import best_of
+from ascent.runs.metrics import best_evaluation
 from ascent.runs.run_folder import write_json
 from ascent.server.requirements import check_packages
 
@@ -38,7 +38,7 @@ def load_reward_model(
     config = existing.config
     if config.algorithm.loss.trains != {"reward model": "rewards", "process reward": "steps"}[what]:
         raise ConfigError(f"{run} did not train a {what}; `ascent {what.replace(' ', '-')}` does")
-    best = best_of(existing.metrics) if config.keep_best else None
+    best = best_evaluation(existing.metrics) if config.keep_best else None
     kept = [path for path in existing.checkpoints if best is not None and checkpoint.step_of(path) == best[0]]
     params = checkpoint.params(kept[0] if kept else existing.checkpoint())
     return backend_of(config).learned_reward(config, params, device, batch)

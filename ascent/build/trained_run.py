@@ -8,7 +8,7 @@ from ascent.build.backends import backend_of
 from ascent.core.config import Config
 from ascent.runs import checkpoint
 from ascent.runs.display.notebook import Completions
-from ascent.runs.run import RunRecord, check_trains_policy
+from ascent.runs.run_reader import RunRecord, check_trains_policy
 
 
 class Run(RunRecord):

@@ -23,9 +23,9 @@ from ascent.core.errors import ConfigError
 from ascent.core.menu import hyperparameters, name_of, nearest
 from ascent.explain.about import first_line
 from ascent.processes.user_code import CODE
-from ascent.runs.run import read_settings
+from ascent.runs.run_reader import read_settings
 from ascent.runs.trust import DESCRIPTION, check_trust
-from ascent.runs.untrusted_files import naming, read_json
+from ascent.runs.untrusted_files import naming_file, read_json
 from ascent.settings import (
     CHOICES,
     PLAIN,
@@ -333,7 +333,7 @@ def _read_config(path: Path, task: str | None) -> tuple[str | None, dict[str, An
         return task or named, layer
     settings, run = read_settings(path, people=True), path.parent / "run.json"
     if "id" in settings or run.exists():  # of a run, which may have come from elsewhere
-        with naming(path):
+        with naming_file(path):
             check_trust(path.parent, settings, read_json(run).get("code") if run.exists() else None)
     layer = flatten({key: value for key, value in settings.items() if key not in DESCRIPTION})
     recorded = layer.pop("task")

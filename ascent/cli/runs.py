@@ -12,12 +12,12 @@ from ascent.core.config import Config
 from ascent.core.errors import ConfigError
 from ascent.core.menu import name_of, nearest
 from ascent.runs.display.terminal import cell_text, printable, table, width, wrapped
-from ascent.runs.metrics import short_of
+from ascent.runs.metrics import short_name
 from ascent.runs.recorded_conversation import colour_wanted, conversation, conversation_lines, ending
 from ascent.runs.rollout_files import path_of
-from ascent.runs.run import read_settings
-from ascent.runs.run_list import memory_ran_out
-from ascent.runs.untrusted_files import naming, read_json
+from ascent.runs.run_list import was_oom_killed
+from ascent.runs.run_reader import read_settings
+from ascent.runs.untrusted_files import naming_file, read_json
 from ascent.settings import find_task, settings_of
 from ascent.workflows.evaluate import evaluate_policy
 from ascent.workflows.loaded_policy import (
@@ -50,7 +50,7 @@ class ShowCommand(Command):
         run = Run(self.run)
         if self.step is not None:
             rows = run.rollouts(self.step)
-            with naming(path_of(run.folder, self.step)):
+            with naming_file(path_of(run.folder, self.step)):
                 words = json.dumps(rows) if self.json else responses(rows, colour_wanted())
             print(words)
         elif self.json:
@@ -118,17 +118,17 @@ def summary(run: Run) -> str:
     ]
     if run.status == "failed":
         head.append(wrapped(f"Stopped: {info.get('reason')}"))
-    if run.status == "died" and memory_ran_out(run.folder):
+    if run.status == "died" and was_oom_killed(run.folder):
         head.append("Since it was last seen alive, the system has killed a process for want of memory.")
     if run.status in ("died", "interrupted", "failed"):
         head.append(f"Resume it: ascent resume {run.folder}")
     every = max(1, len(metrics) // 10)
     picked = [line for i, line in enumerate(metrics) if (i + 1) % every == 0 or i in (0, len(metrics) - 1)]
-    columns = {short_of(key): key for key in COLUMNS if any(line.get(key) is not None for line in metrics)}
+    columns = {short_name(key): key for key in COLUMNS if any(line.get(key) is not None for line in metrics)}
     if info.get("data", "samples") != "samples":  # offline data have no rewards of their own
         columns = {name: key for name, key in columns.items() if name not in ("reward", "±", "silent")}
     if not any(line.get("reward_errors") for line in metrics):
-        columns.pop(short_of("reward_errors"), None)
+        columns.pop(short_name("reward_errors"), None)
     shown = _fitting({name: [cell_text(line.get(key)) for line in picked] for name, key in columns.items()})
     words = [wrapped(str(word)) for word in (run.result or {}).get("words") or []]
     flags = [wrapped(f"Flag at step {e.get('step')}: {e.get('text')}") for e in run.events if e.get("event") == "flag"]

@@ -21,8 +21,8 @@ from ascent.explain.explain import formula, objective_in_words
 from ascent.runs.display.notebook import for_stream
 from ascent.runs.display.plots import plot_runs
 from ascent.runs.display.terminal import cell_text, table, width, wrapped
-from ascent.runs.run import default_folder
-from ascent.runs.run_folder import refuse_taken, write_json
+from ascent.runs.run_folder import check_new_folder, write_json
+from ascent.runs.run_info import default_folder
 from ascent.settings import PLAIN, ROW_SETTINGS, Setting, row_label, row_needs, spell
 from ascent.workflows.rounds import ROUNDS_FILE, RoundsPlan, begin_rounds, reopen_rounds, run_rounds
 from ascent.workflows.seed_comparison import COSTS, draw_comparison, run_all, summarize_runs
@@ -93,7 +93,7 @@ def run_training(config: Config, options: TrainOptions, then: Callable[[Run], No
     if not options.dry_run:
         return report_end(start(config, options.out, for_stream(), options.preflight), then)
     folder = options.out or default_folder(config)
-    refuse_taken(folder)
+    check_new_folder(folder)
     if rank_here():
         return None
     with closing(assemble(config)) as parts:

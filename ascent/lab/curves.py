@@ -11,8 +11,8 @@ import numpy as np
 
 from ascent.runs.foreign_runs import fingerprint, foreign_lines
 from ascent.runs.metric_columns import Columns, bucket_starts, bucket_width, buckets, numbers_or_none, parse_objects
-from ascent.runs.metrics import DRAWN
-from ascent.runs.run_list import Place
+from ascent.runs.metrics import CHART_METRICS
+from ascent.runs.run_list import RunEntry
 
 POINTS = 600
 """Points of a curve if nobody says how many: about the width of a chart."""
@@ -33,7 +33,7 @@ class Library:
         self._lock = threading.Lock()
 
     @contextmanager
-    def columns(self, place: Place) -> Iterator[Columns]:
+    def columns(self, place: RunEntry) -> Iterator[Columns]:
         """A run's columns, for one reader at a time."""
         with self._lock:
             if place.folder not in self._kept:
@@ -69,7 +69,7 @@ def measured_metrics(columns: Columns) -> set[str]:
 
 
 def curves(
-    columns: Columns, metrics: Collection[str] = DRAWN, view: View = EVERYTHING, points: int = POINTS
+    columns: Columns, metrics: Collection[str] = CHART_METRICS, view: View = EVERYTHING, points: int = POINTS
 ) -> dict[str, Any]:
     """At most `points` points of each metric; one of several steps is their mean, with the smallest and the largest."""
     steps = columns.steps

@@ -24,7 +24,7 @@ from ascent.core.errors import ConfigError
 from ascent.lab import assets_of
 from ascent.lab.curves import Library, View
 from ascent.lab.figures import all_figures
-from ascent.runs.run_list import Place, find_run
+from ascent.runs.run_list import RunEntry, find_run
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Lab:
     runs: Path
     library: Library = field(default_factory=Library)
 
-    def place(self, request: Request) -> Place:
+    def place(self, request: Request) -> RunEntry:
         """The run that the address names."""
         return find_run(self.runs, one_value(request, "id"))
 

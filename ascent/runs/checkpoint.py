@@ -16,14 +16,14 @@ from torch import Tensor
 
 from ascent.core.errors import ConfigError
 from ascent.runs.sharded_reader import read_parts
-from ascent.runs.untrusted_files import UNREADABLE as ODD
+from ascent.runs.untrusted_files import READ_ERRORS as ODD
 from ascent.runs.untrusted_files import numbered_files, open_regular, parse_json, read_regular
 from ascent.training.sharded_checkpoint import PARTS, RankParts
 
 Groups = dict[str, dict[str, Tensor]]
 START = "start"
 """The folder, among the checkpoints, of the parameters that a run starts from."""
-UNREADABLE = (*ODD, SafetensorError)
+READ_ERRORS = (*ODD, SafetensorError)
 
 
 def step_of(path: Path) -> int:
@@ -148,7 +148,7 @@ def load_checkpoint(path: Path) -> tuple[Groups, dict[str, Any]]:
         if not all(type(number) is int and number >= 0 for number in (saved["step"], *saved["records"].values())):
             raise ValueError("state.json does not say where the records ended")
         return groups, saved | {"state": saved["state"]}
-    except UNREADABLE as error:
+    except READ_ERRORS as error:
         older = [step_of(p) for p in complete(path.parent) if step_of(p) < step_of(path)]
         run = path.parent.parent
         back = f"To go back: ascent resume {run} --from {older[-1]}" if older else "There is no older one for --from"
@@ -166,7 +166,7 @@ def params(path: Path) -> dict[str, Tensor]:
             return load_file(file)
         about = _verify(path, *(part.name for part in path.glob(PARTS)))
         return read_parts(path, about["narrow"], ("params", "wide"))["params"]
-    except UNREADABLE as error:
+    except READ_ERRORS as error:
         raise ConfigError(f"{path}: its parameters cannot be read: {error}") from None
 
 

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ascent.core.errors import ConfigError
-from ascent.runs.alerts.alerts import flag_events
+from ascent.runs.alerts.trend_alerts import flag_events
 from ascent.runs.parquet_reader import open_parquet
-from ascent.runs.run_folder import finite_line
+from ascent.runs.run_folder import mark_nonfinite
 from ascent.runs.untrusted_files import (
-    UNREADABLE,
+    READ_ERRORS,
     FileCache,
     finite_json,
     finite_number,
-    naming,
+    naming_file,
     numbered_files,
     open_regular,
     parse_json,
@@ -241,7 +241,7 @@ def _logged(reader: Reader, folder: Path) -> tuple[dict[int, dict[str, Any]], li
     for path in reader.logs(folder):
         try:
             return _logs(path, partial(_history, path)), problems
-        except UNREADABLE as error:
+        except READ_ERRORS as error:
             problems.append(f"{path.relative_to(folder)} cannot be read: {error_line(error)[:160]}")
     return {}, problems
 
@@ -263,7 +263,7 @@ def _reward_names(reader: Reader, folder: Path) -> tuple[str, ...] | None:
 
 
 def _read(reader: Reader, path: Path, names: tuple[str, ...] | None) -> list[Row]:
-    with naming(path):
+    with naming_file(path):
         return _rows(path, lambda: reader.rows(path, names), names, weight=len)
 
 
@@ -275,7 +275,7 @@ def foreign_lines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     problems: list[str] = []
     for step, path in files.items():
         try:
-            with naming(path):
+            with naming_file(path):
                 summed[step] = dict(_lines(path, partial(_summary, reader, path, step, names), names))
         except ConfigError as error:
             problems.append(str(error))
@@ -285,7 +285,7 @@ def foreign_lines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     if any(a is not None and b is not None and abs(a - b) > APART * max(1.0, abs(b)) for a, b in rewards):
         problems.append("the reward functions were weighted: a completion's reward is shown as their plain sum")
     steps = sorted({*summed, *logged})
-    return [finite_line(summed.get(step, {}) | {"step": step} | logged.get(step, {})) for step in steps], problems
+    return [mark_nonfinite(summed.get(step, {}) | {"step": step} | logged.get(step, {})) for step in steps], problems
 
 
 def foreign_files(folder: Path) -> list[Path]:

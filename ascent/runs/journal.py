@@ -21,7 +21,7 @@ from torch import Tensor
 from ascent.core.errors import ConfigError
 from ascent.core.types import Batch, Metrics
 from ascent.runs.batch_files import split, together
-from ascent.runs.checkpoint import UNREADABLE, clear_unfinished, drop, read_whole, write_whole
+from ascent.runs.checkpoint import READ_ERRORS, clear_unfinished, drop, read_whole, write_whole
 from ascent.runs.untrusted_files import numbered_files
 
 STEP, EVALUATION = "step", "eval"
@@ -96,7 +96,7 @@ class Journal:
             ):
                 raise ValueError("state.json is not a step's")
             return batch, saved["metrics"]
-        except UNREADABLE as error:
+        except READ_ERRORS as error:
             raise ConfigError(
                 f"{path} is damaged: {error}. To draw this step anew and all that follow, remove it: then resume again"
             ) from None

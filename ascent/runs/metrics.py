@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from ascent.core.menu import name_of
 from ascent.core.metric_names import LAG, MISMATCH
 
 GREEDY = "greedy answers"
@@ -11,7 +12,7 @@ PHASES = ("generate", "reward", "score", "update", "sync", "eval")
 UPDATES = "mean over the step's updates"
 Bounds = tuple[float | None, float | None]
 """The smallest and the largest value that there can be; None where there is no such bound."""
-SHARE, NOT_NEGATIVE, ANY = (0.0, 1.0), (0.0, None), (None, None)
+FRACTION, NOT_NEGATIVE, UNBOUNDED = (0.0, 1.0), (0.0, None), (None, None)
 
 
 class Metric(NamedTuple):
@@ -42,14 +43,14 @@ def _chart(key: str, title: str, unit: str, bounds: Bounds, *series: tuple[Any, 
 
 CHARTS = (
     _chart(
-        *("accuracy", "Exactly right", "share of answers", SHARE),
+        *("accuracy", "Exactly right", "share of answers", FRACTION),
         ("eval/accuracy", GREEDY, "greedy"),
         ("accuracy", "sampled", "right"),
         ("lenient", "sampled, any form", "right in any form"),
         ("eval/lenient", f"{GREEDY}, any form", "greedy in any form"),
     ),
     _chart(
-        *("pairs", "Pairs rated right", "share of pairs", SHARE),
+        *("pairs", "Pairs rated right", "share of pairs", FRACTION),
         ("eval/pairs/accuracy", "held out", "held-out pairs"),
         ("rewards/accuracies", "batch", "pairs right"),
     ),
@@ -58,13 +59,13 @@ CHARTS = (
         ("eval/pairs/log_loss", "held out", "log-loss"),
     ),
     _chart(
-        *("margin", "Margin of pairs", "difference of rewards", ANY),
+        *("margin", "Margin of pairs", "difference of rewards", UNBOUNDED),
         ("eval/pairs/margin", "held out", "held-out margin"),
         ("rewards/margins", "batch", "margin"),
     ),
-    _chart("calibration", "Calibration error", "expected, share", SHARE, ("eval/pairs/ece", "held out", "ECE")),
+    _chart("calibration", "Calibration error", "expected, share", FRACTION, ("eval/pairs/ece", "held out", "ECE")),
     _chart(
-        *("log-prob", "Log-prob of held-out demonstrations", "nats per token", ANY),
+        *("log-prob", "Log-prob of held-out demonstrations", "nats per token", UNBOUNDED),
         ("eval/logp", "held out", "held-out log-prob"),
     ),
     _chart(
@@ -73,11 +74,11 @@ CHARTS = (
         ("steps/error", "batch", "squared error"),
     ),
     _chart(
-        *("explained", "Labels explained", "share of the labels' variance", ANY),
+        *("explained", "Labels explained", "share of the labels' variance", UNBOUNDED),
         ("eval/steps/explained", "held out", "explained"),
     ),
     _chart(
-        *("reward", "Reward", "", ANY),
+        *("reward", "Reward", "", UNBOUNDED),
         ("reward", "sampled", "reward", 1),
         ("eval/reward", GREEDY, "greedy reward", 0),
         ("exact/reward", "E[R], enumerated", "E[R]"),
@@ -99,26 +100,26 @@ CHARTS = (
     _chart(
         "waiting", "Waiting for environments", "seconds per response", NOT_NEGATIVE, ("time/environment", "waiting")
     ),
-    _chart("truncated", "Cut off by the limit", "share of responses", SHARE, ("completions/clipped_ratio", "cut off")),
+    _chart("truncated", "Truncated", "share of responses", FRACTION, ("completions/clipped_ratio", "truncated")),
     _chart("entropy", "Entropy", f"nats per token, {UPDATES}", NOT_NEGATIVE, ("entropy", "entropy")),
-    _chart("kl", "KL to the reference", f"per token, {UPDATES}", ANY, ("kl", "KL")),
+    _chart("kl", "KL to the reference", f"per token, {UPDATES}", UNBOUNDED, ("kl", "KL")),
     _chart(
-        *("clip", "Clipped tokens", f"share of tokens, {UPDATES}", SHARE),
+        *("clip", "Clipped tokens", f"share of tokens, {UPDATES}", FRACTION),
         ("clip_ratio/low_mean", "low", "clip−"),
         ("clip_ratio/high_mean", "high", "clip+"),
     ),
     _chart(
-        *("signal", "Groups with equal rewards", "share of groups, no signal for group credit", SHARE),
+        *("signal", "Groups with equal rewards", "share of groups, no signal for group credit", FRACTION),
         ("frac_reward_zero_std", "equal rewards", "silent"),
     ),
     _chart(
-        *("extremes", "Groups all right, all wrong", "share of groups", SHARE),
+        *("extremes", "Groups all right, all wrong", "share of groups", FRACTION),
         ("frac_all_right", "all right"),
         ("frac_all_wrong", "all wrong"),
     ),
     _chart("grad", "Gradient norm", "before clipping", NOT_NEGATIVE, ("grad_norm", "norm", "‖∇‖")),
     _chart(
-        *("critic", "Critic", "share of the returns' variance", ANY),
+        *("critic", "Critic", "share of the returns' variance", UNBOUNDED),
         ("value/explained_variance", "explained", "critic"),
     ),
     _chart("mismatch", "Sampler mismatch", "mean |logp − logp_sampler|", NOT_NEGATIVE, (MISMATCH, "mismatch")),
@@ -140,10 +141,10 @@ CHARTS = (
     ),
     _chart("epoch", "Passes over the data", "passes over the rows", NOT_NEGATIVE, ("epoch", "passes", "epoch")),
     _chart("errors", "Rewards that failed", "responses", NOT_NEGATIVE, ("reward_errors", "failed", "reward errors")),
-    _chart("loss", "Loss, no measure of progress", "", ANY, ("loss", "loss")),
+    _chart("loss", "Loss, no measure of progress", "", UNBOUNDED, ("loss", "loss")),
 )
-DRAWN = tuple(metric.name for chart in CHARTS for metric in chart.series)
-SHARES = frozenset(metric.name for chart in CHARTS if chart.bounds == SHARE for metric in chart.series)
+CHART_METRICS = tuple(metric.name for chart in CHARTS for metric in chart.series)
+FRACTION_METRICS = frozenset(metric.name for chart in CHARTS if chart.bounds == FRACTION for metric in chart.series)
 _CHART_OF = {metric.name: chart for chart in CHARTS for metric in chart.series}
 _SHORT = {metric.name: metric.short for chart in CHARTS for metric in chart.series} | {"trust_region/kl": "moved"}
 COSTS = {"samples": "num_responses", "tokens": "num_tokens", "seconds": "time/step"}
@@ -164,28 +165,27 @@ HEADLINES = (
 
 def chart_of(metric: str) -> Chart:
     """The chart that a metric stands in; one that the table does not know has a chart of its own."""
-    return _CHART_OF[metric] if metric in _CHART_OF else _chart(metric, metric, "", ANY, (metric, metric))
+    return _CHART_OF[metric] if metric in _CHART_OF else _chart(metric, metric, "", UNBOUNDED, (metric, metric))
 
 
-def label_of(metric: str, greedy: str = GREEDY) -> str:
+def series_label(metric: str, greedy: str = GREEDY) -> str:
     """What a metric is called beside the title of its chart."""
     return next(line.label for line in chart_of(metric).series if line.name == metric).replace(GREEDY, greedy)
 
 
-def short_of(metric: str) -> str:
+def short_name(metric: str) -> str:
     """What a terminal calls a metric."""
     return _SHORT.get(metric, metric)
 
 
-def title_of(metric: str, greedy: str = GREEDY) -> tuple[str, str]:
+def metric_title(metric: str, greedy: str = GREEDY) -> tuple[str, str]:
     """What a metric is called by itself, and its unit."""
     chart = chart_of(metric)
-    return chart.title if len(chart.series) == 1 else f"{chart.title}, {label_of(metric, greedy)}", chart.unit
+    return chart.title if len(chart.series) == 1 else f"{chart.title}, {series_label(metric, greedy)}", chart.unit
 
 
-def greedy_of(task: Any) -> str:
+def evaluation_label(task: Any) -> str:
     """What the evaluation of a task is called. The lecture holds nothing out; of a user's own task nobody knows."""
-    from ascent.core.menu import name_of
     from ascent.tasks import TASKS
 
     name = str(task).partition(":")[0]
@@ -194,12 +194,30 @@ def greedy_of(task: Any) -> str:
     return "greedy" if name == "lecture" else "held out, greedy"
 
 
-def charts_of(metrics: Collection[str], greedy: str = GREEDY) -> list[dict[str, Any]]:
+def charts_with_data(metrics: Collection[str], greedy: str = GREEDY) -> list[dict[str, Any]]:
     """The charts for which there are numbers, each with the series that have some, as a page reads them."""
     made = []
     for chart in CHARTS:
         lines = [metric for metric in chart.series if metric.name in metrics]
         series = [{"metric": m.name, "label": m.label.replace(GREEDY, greedy), "colour": m.colour} for m in lines]
-        about = {"key": chart.key, "title": chart.title, "unit": chart.unit, "share": chart.bounds == SHARE}
+        about = {"key": chart.key, "title": chart.title, "unit": chart.unit, "share": chart.bounds == FRACTION}
         made += [about | {"series": series}] if series else []
     return made
+
+
+def evaluation_score(line: dict[str, Any]) -> tuple[float, float] | None:
+    """The quality of an evaluation: held-out accuracy, then reward; without them log-prob or log-loss."""
+    if line.get("eval/logp") is not None:
+        return line["eval/logp"], 0.0
+    if line.get("eval/accuracy") is None and line.get("eval/reward") is not None:  # nobody can say what is right
+        return line["eval/reward"], 0.0
+    if line.get("eval/accuracy") is None:
+        loss = line.get("eval/pairs/log_loss", line.get("eval/steps/error"))
+        return None if loss is None else (-loss, 0.0)
+    return line["eval/accuracy"], line.get("eval/reward") or 0.0
+
+
+def best_evaluation(lines: list[dict[str, Any]]) -> tuple[int, tuple[float, float]] | None:
+    """The step after which the best evaluation was made, and its quality; the first among equals."""
+    evaluated = [(line["step"] + 1, now) for line in lines if (now := evaluation_score(line)) is not None]
+    return max(evaluated, key=lambda pair: (pair[1], -pair[0]), default=None)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from ascent.core.errors import ConfigError
-from ascent.runs.untrusted_files import UNREADABLE, naming, open_regular
+from ascent.runs.untrusted_files import READ_ERRORS, naming_file, open_regular
 from ascent.tasks.base import error_line
 
 LEAST_BOUND, EXPANSION = 1 << 25, 64
@@ -178,10 +178,10 @@ def _text_bytes(array: Any) -> int:
 @contextmanager
 def open_parquet(path: Path, within: Path | None = None) -> Iterator[Parquet]:
     """A Parquet file, to be read; refused, with its name, if it is gone, torn, or holds what cannot be read."""
-    with naming(path), open_regular(path, within) as handle:
+    with naming_file(path), open_regular(path, within) as handle:
         try:
             file = Parquet(path, handle)
-        except UNREADABLE as error:
+        except READ_ERRORS as error:
             words = error_line(error)[:160]
             raise ConfigError(f"{path.name} is not a whole Parquet file, torn or still being copied: {words}") from None
         yield file

@@ -14,11 +14,11 @@ from ascent.core.types import Batch
 from ascent.runs.foreign_runs import foreign_rows, reader_of
 from ascent.runs.parquet_reader import Parquet, is_plain, open_parquet
 from ascent.runs.recorded_conversation import TURN_REWARD, TURN_SECONDS
-from ascent.runs.run_folder import BY_STEP, vacated
-from ascent.runs.untrusted_files import FileCache, naming, numbered_files
+from ascent.runs.run_folder import STEP_FOLDERS, unlinked
+from ascent.runs.untrusted_files import FileCache, naming_file, numbered_files
 
 SAMPLED, HELD_OUT = SETS = ("sampled", "held-out")
-FOLDERS = dict(zip(SETS, BY_STEP, strict=True))
+FOLDERS = dict(zip(SETS, STEP_FOLDERS, strict=True))
 ANSWERS = 64
 """Held-out prompts whose answers are recorded, where not all are."""
 AT_ONCE = 64
@@ -124,7 +124,7 @@ def write_parquet(final: Path, rows: list[Row], samples: int) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    aside = vacated(final.with_name(f".{final.name}"))
+    aside = unlinked(final.with_name(f".{final.name}"))
     pq.write_table(pa.Table.from_pylist(rows), aside, row_group_size=samples * max(1, AT_ONCE // samples))
     os.replace(aside, final)
 
@@ -244,7 +244,7 @@ def light_rows(
     path = path_of(folder, step, which)
     if not path.exists():
         raise _unrecorded(step)
-    with naming(path):
+    with naming_file(path):
         table = _tables(path, lambda: _light_table(folder, path, columns), columns, weight=lambda t: t.nbytes)
         return table.to_pylist()
 

@@ -34,21 +34,21 @@ from typing import IO, Any
 from ascent.core.errors import ConfigError
 from ascent.runs.untrusted_files import open_regular, read_json
 
-LINES = ("metrics.jsonl", "updates.jsonl", "events.jsonl", "lanes.jsonl")
-BY_STEP = ("rollouts", "held_out")
+JSONL_FILES = ("metrics.jsonl", "updates.jsonl", "events.jsonl", "lanes.jsonl")
+STEP_FOLDERS = ("rollouts", "held_out")
 """Folders with one file per step."""
-SIGN, SIGN_ASIDE = ".alive", ".alive.new"
-SIGN_EVERY = 5.0
+HEARTBEAT_FILE, HEARTBEAT_FILE_ASIDE = ".alive", ".alive.new"
+HEARTBEAT_INTERVAL = 5.0
 """Seconds between two signs of life."""
-OTHERS = frozenset({"tensorboard", "wandb", "mlflow"})
+TRACKER_FOLDERS = frozenset({"tensorboard", "wandb", "mlflow"})
 """What other programs write into a run's folder."""
-UNBEGUN = {".lock", SIGN, SIGN_ASIDE, "config.json", ".config.json.new", ".run.json.new"}
+FILES_BEFORE_START = {".lock", HEARTBEAT_FILE, HEARTBEAT_FILE_ASIDE, "config.json", ".config.json.new", ".run.json.new"}
 """What a run leaves that was killed before it began, that is, before its run.json was written."""
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write aside, flush, rename: a reader sees the old file or the new one. Half a character becomes its escape."""
-    aside = vacated(path.with_name(f".{path.name}.new"))
+    aside = unlinked(path.with_name(f".{path.name}.new"))
     with open(aside, "x", encoding="utf-8", errors="backslashreplace") as file:
         file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
         file.flush()
@@ -56,19 +56,19 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(aside, path)
 
 
-def finite_line(values: dict[str, Any]) -> dict[str, Any]:
+def mark_nonfinite(values: dict[str, Any]) -> dict[str, Any]:
     """A line of records. A number that is not finite becomes None, and is named in `nonfinite`."""
     bad = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
     return {k: None if k in bad else v for k, v in values.items()} | {"nonfinite": bad} if bad else values
 
 
-def vacated(path: Path) -> Path:
+def unlinked(path: Path) -> Path:
     """This path, free for a new file: what a kill left is removed, or a link that would lead elsewhere."""
     path.unlink(missing_ok=True)
     return path
 
 
-def out_of_memory() -> str | None:
+def oom_kill_count() -> str | None:
     """How often this system has killed a process for want of memory since it started; None: it does not say."""
     with suppress(OSError, StopIteration):
         count = next(line for line in Path("/proc/vmstat").read_text().splitlines() if line.startswith("oom_kill "))
@@ -76,7 +76,7 @@ def out_of_memory() -> str | None:
     return None
 
 
-class SignOfLife:
+class HeartbeatWriter:
     """The file .alive, for readers on machines that cannot see who holds the lock: host, process, time.
 
     A thread of its own replaces it every few seconds until `stop`, however long a step takes. A process that ends
@@ -96,14 +96,14 @@ class SignOfLife:
         if os.getpid() != self.pid:
             return
         self._over.set()
-        self._thread.join(SIGN_EVERY)  # no longer, in case a disk hangs
+        self._thread.join(HEARTBEAT_INTERVAL)  # no longer, in case a disk hangs
         if self._ours():
-            for name in (SIGN, SIGN_ASIDE):
+            for name in (HEARTBEAT_FILE, HEARTBEAT_FILE_ASIDE):
                 with suppress(OSError):
                     os.unlink(self.folder / name)
 
     def _work(self) -> None:
-        while not self._over.wait(SIGN_EVERY) and self._held() is not None:
+        while not self._over.wait(HEARTBEAT_INTERVAL) and self._held() is not None:
             self._write()
 
     def _write(self) -> None:
@@ -111,9 +111,9 @@ class SignOfLife:
         if not self._ours():
             return
         with suppress(OSError):
-            with open(vacated(self.folder / SIGN_ASIDE), "x") as file:
-                json.dump({"host": self.host, "pid": self.pid, "time": time.time(), "killed": out_of_memory()}, file)
-            os.rename(self.folder / SIGN_ASIDE, self.folder / SIGN)
+            with open(unlinked(self.folder / HEARTBEAT_FILE_ASIDE), "x") as file:
+                json.dump({"host": self.host, "pid": self.pid, "time": time.time(), "killed": oom_kill_count()}, file)
+            os.rename(self.folder / HEARTBEAT_FILE_ASIDE, self.folder / HEARTBEAT_FILE)
 
     def _ours(self) -> bool:
         """Is this still the folder that was locked? It may have been removed, and another made in its place."""
@@ -133,12 +133,12 @@ class RunFolder:
         self.run: dict[str, Any] = {}
         """What run.json holds."""
         self._lock: IO[str] | None = None
-        self._alive: SignOfLife | None = None
+        self._alive: HeartbeatWriter | None = None
 
     @classmethod
     def create(cls, path: Path, config: dict[str, Any], run: dict[str, Any]) -> RunFolder:
         """A new folder with its config. One that is not empty is refused, never overwritten."""
-        refuse_taken(path)
+        check_new_folder(path)
         folder = cls(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ class RunFolder:
             write_json(path / "config.json", config)
             folder.run = run | {"status": "running", "result": None, "history": []}
             folder.note("started")
-            folder.furnish()
+            folder.create_files()
         except OSError as error:
             raise _unwritable(path, error) from None
         return folder
@@ -158,7 +158,7 @@ class RunFolder:
         try:
             folder.lock()
             folder.run = read_json(path / "run.json")
-            folder.furnish()
+            folder.create_files()
         except ConfigError:
             folder.close()
             raise
@@ -167,16 +167,16 @@ class RunFolder:
             raise ConfigError(f"{path}: cannot write there ({error.strerror})") from None
         return folder
 
-    def furnish(self) -> None:
-        for name in ("checkpoints", *BY_STEP):
+    def create_files(self) -> None:
+        for name in ("checkpoints", *STEP_FOLDERS):
             (self.path / name).mkdir(exist_ok=True)
-        for path in (self.path / name for name in LINES):
+        for path in (self.path / name for name in JSONL_FILES):
             if path.is_file() and path.stat().st_nlink > 1:
-                os.replace(shutil.copy2(path, vacated(path.with_name(f".{path.name}.new"))), path)
+                os.replace(shutil.copy2(path, unlinked(path.with_name(f".{path.name}.new"))), path)
             path.touch()
 
     def lock(self) -> None:
-        refuse_ways_out(self.path)
+        check_links_stay_inside(self.path)
         self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115 (held as long as the run)
         for _ in range(20):  # whoever checks whether it is locked holds it for a moment
             with suppress(BlockingIOError):
@@ -194,7 +194,7 @@ class RunFolder:
             self._lock.truncate(0)
             self._lock.write(str(os.getpid()))
             self._lock.flush()
-        self._alive = SignOfLife(self.path, self._lock)
+        self._alive = HeartbeatWriter(self.path, self._lock)
 
     def note(self, event: str, **more: Any) -> None:
         """An event of the run's life (started, resumed, interrupted, …), with its time, into run.json."""
@@ -205,9 +205,9 @@ class RunFolder:
         self.run["heartbeat"] = time.time()
         write_json(self.path / "run.json", self.run)
 
-    def check_cut(self, sizes: dict[str, int]) -> None:
+    def check_sizes(self, sizes: dict[str, int]) -> None:
         """Refuse records that are shorter than they were at a checkpoint: what the run would continue from is lost."""
-        for name in LINES:
+        for name in JSONL_FILES:
             have, size = (self.path / name).stat().st_size, sizes.get(name, 0)
             if have < size:
                 raise ConfigError(
@@ -217,9 +217,9 @@ class RunFolder:
 
     def cut(self, sizes: dict[str, int], step: int) -> None:
         """Cut the records back to where they were at a checkpoint, so that a resumed run writes them once."""
-        for name in LINES:
+        for name in JSONL_FILES:
             os.truncate(self.path / name, sizes.get(name, 0))
-        for where in BY_STEP:
+        for where in STEP_FOLDERS:
             for path in self._files(where, step):
                 path.unlink()
 
@@ -228,11 +228,11 @@ class RunFolder:
         found = ((path, re.fullmatch(r"(\.?)step_(\d+)\.parquet", path.name)) for path in (self.path / where).iterdir())
         return [path for path, name in found if name and (name[1] or int(name[2]) >= step)]
 
-    def set_aside(self, step: int) -> None:
+    def back_up_records(self, step: int) -> None:
         """Keep a copy of the records that going back to an older checkpoint will cut."""
         kept = self.path / f"replaced-{time.time_ns()}"
         (kept / "held_out").mkdir(parents=True)  # its files have the names of those of rollouts
-        for path in [*(self.path / name for name in LINES), *self._files("rollouts", step)]:
+        for path in [*(self.path / name for name in JSONL_FILES), *self._files("rollouts", step)]:
             shutil.copy2(path, kept)
         for path in self._files("held_out", step):
             shutil.copy2(path, kept / "held_out")
@@ -250,7 +250,7 @@ class RunFolder:
             self._lock = None
 
 
-def refuse_taken(path: Path) -> None:
+def check_new_folder(path: Path) -> None:
     """Refuse a folder for a new run that is not empty, or a path that cannot be a folder."""
     try:
         held = {entry.name for entry in path.iterdir()}
@@ -258,7 +258,7 @@ def refuse_taken(path: Path) -> None:
         return
     except OSError as error:
         raise _unwritable(path, error) from None
-    if held - UNBEGUN:
+    if held - FILES_BEFORE_START:
         what = f"to continue it: ascent resume {path}" if "run.json" in held else "it is not empty"
         raise ConfigError(f"--out {path}: already there ({what}), and nothing is overwritten. Choose another folder")
 
@@ -277,11 +277,11 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def refuse_ways_out(folder: Path, part: str = ".") -> None:
+def check_links_stay_inside(folder: Path, part: str = ".") -> None:
     """Refuse a folder, or a part of it, with a link that leads out of it, a pipe or a device: bytes would go there."""
     for at, folders, files in os.walk(folder / part):
         paths = [Path(at), *(Path(at, name) for name in (*folders, *files))]
-        folders[:] = [name for name in folders if name not in OTHERS]
+        folders[:] = [name for name in folders if name not in TRACKER_FOLDERS]
         for path in paths:
             with suppress(FileNotFoundError):  # a checkpoint that its run has dropped by now
                 mode = path.lstat().st_mode

@@ -13,22 +13,22 @@ from typing import Any
 
 from ascent.core.errors import ConfigError
 from ascent.runs.foreign_runs import foreign_kind
-from ascent.runs.run_folder import SIGN, is_locked, out_of_memory
-from ascent.runs.untrusted_files import UNREADABLE, finite_number, modified_at, read_object
+from ascent.runs.run_folder import HEARTBEAT_FILE, is_locked, oom_kill_count
+from ascent.runs.untrusted_files import READ_ERRORS, finite_number, modified_at, read_object
 
-DEEP = 4
+MAX_DEPTH = 4
 """Folders within folders in which runs are looked for: a comparison keeps its runs one level down."""
-MOST_RUNS = 5_000
+MAX_RUNS = 5_000
 """Runs that one list shows."""
-LONGEST = 500
-INSIDE = frozenset({"checkpoints", "journal", "rollouts", "held_out", "tensorboard", "wandb", "mlflow"})
+MAX_ID_LENGTH = 500
+RUN_SUBFOLDERS = frozenset({"checkpoints", "journal", "rollouts", "held_out", "tensorboard", "wandb", "mlflow"})
 """What is in a run's folder and is not a run."""
-SILENT = 30.0
+HEARTBEAT_TIMEOUT = 30.0
 """Seconds without a sign of life after which a run on another machine counts as dead. One comes every five."""
 
 
 @dataclass(frozen=True)
-class Place:
+class RunEntry:
     """A folder that holds a run. Its id is its path below the folder of runs."""
 
     id: str
@@ -46,10 +46,15 @@ def run_kind(folder: Path) -> str | None:
     return None
 
 
-def find_run(root: Path, id: str) -> Place:
+def find_run(root: Path, id: str) -> RunEntry:
     """The run of an id; whatever would lead out of the folder is refused."""
     parts = id.split("/")
-    if len(id) > LONGEST or "\0" in id or "\\" in id or any(p in ("", ".", "..") or p.startswith(".") for p in parts):
+    if (
+        len(id) > MAX_ID_LENGTH
+        or "\0" in id
+        or "\\" in id
+        or any(p in ("", ".", "..") or p.startswith(".") for p in parts)
+    ):
         raise ConfigError(f"{id[:80]!r} is not the name of a run")
     try:
         folder = root.joinpath(*parts).resolve(strict=True)
@@ -60,28 +65,30 @@ def find_run(root: Path, id: str) -> Place:
     kind = run_kind(folder) if folder.is_dir() else None
     if kind is None:
         raise ConfigError(f"there is no run {id}")
-    return Place(id, folder, kind)
+    return RunEntry(id, folder, kind)
 
 
-def runs_below(root: Path) -> list[Place]:
+def runs_below(root: Path) -> list[RunEntry]:
     """Every run below a folder, in the order of their names. A link is not followed: it may lead anywhere, or back."""
-    runs: list[Place] = []
+    runs: list[RunEntry] = []
     waiting = [(root, "", 0)]
-    while waiting and len(runs) < MOST_RUNS:
+    while waiting and len(runs) < MAX_RUNS:
         folder, id, depth = waiting.pop()
         kind = run_kind(folder) if depth else None
         if kind is not None:
-            runs.append(Place(id, folder, kind))
-        elif depth < DEEP:
+            runs.append(RunEntry(id, folder, kind))
+        elif depth < MAX_DEPTH:
             with suppress(OSError), os.scandir(folder) as entries:
                 for entry in entries:
-                    shown = entry.name.isprintable() and not entry.name.startswith(".") and entry.name not in INSIDE
+                    shown = (
+                        entry.name.isprintable() and not entry.name.startswith(".") and entry.name not in RUN_SUBFOLDERS
+                    )
                     if shown and entry.is_dir(follow_symlinks=False):
                         waiting.append((Path(entry.path), f"{id}/{entry.name}".lstrip("/"), depth + 1))
     return sorted(runs, key=lambda place: place.id)
 
 
-def status_of(folder: Path, run: dict[str, Any], now: float | None = None) -> tuple[str, str]:
+def run_status(folder: Path, run: dict[str, Any], now: float | None = None) -> tuple[str, str]:
     """A status and its reason. A run that calls itself running is so only while it gives signs of life.
 
     On this machine the lock decides. The lock of a run on another machine is not seen here, so the file `.alive`
@@ -93,8 +100,8 @@ def status_of(folder: Path, run: dict[str, Any], now: float | None = None) -> tu
     if status != "running":
         words = {"finished": "finished,", "interrupted": "stopped and saved after"}.get(status, f"{status} after")
         return status, f"{words} {done}"
-    sign = read_sign(folder)
-    age = silence(folder, sign, now)
+    sign = read_heartbeat(folder)
+    age = heartbeat_age(folder, sign, now)
     if age is None and (heard := finite_number(run.get("heartbeat"))) is not None:
         age = now - heard
     sign_words = f"last sign of life {ago(age)}" if age is not None else "no sign of life"
@@ -103,7 +110,7 @@ def status_of(folder: Path, run: dict[str, Any], now: float | None = None) -> tu
     machine = run.get("machine")
     host = sign.get("host") or (machine.get("host") if isinstance(machine, dict) else None)
     elsewhere = isinstance(host, str) and host != socket.gethostname()
-    if elsewhere and age is not None and age < SILENT:
+    if elsewhere and age is not None and age < HEARTBEAT_TIMEOUT:
         return "running", f"running on {host}, {done}, {sign_words}"
     where = f"on {host}" if elsewhere else "here"
     return "died", f"died after {done}: no process {where} is writing it any more, {sign_words}"
@@ -126,25 +133,25 @@ def how_to_resume(folder: Path, status: str) -> dict[str, str] | None:
     return {"words": "To resume from its last checkpoint:", "command": f"ascent resume {shlex.quote(shown)}"}
 
 
-def read_sign(folder: Path) -> dict[str, Any]:
+def read_heartbeat(folder: Path) -> dict[str, Any]:
     """The last sign of life of a run's process: host, pid, time; empty if there is none that can be read."""
-    sign, _ = read_object(folder / SIGN)
+    sign, _ = read_object(folder / HEARTBEAT_FILE)
     return sign if finite_number(sign.get("time")) is not None else {}
 
 
 _seen: dict[Path, tuple[float, float | None]] = {}
 """The last sign of each run, and when it was seen to change, by this machine's clock."""
-MOST_SEEN = 10_000
+MAX_SEEN_HEARTBEATS = 10_000
 
 
-def silence(folder: Path, sign: dict[str, Any], now: float) -> float | None:
+def heartbeat_age(folder: Path, sign: dict[str, Any], now: float) -> float | None:
     """Seconds since the last sign of life. Once it was seen to change, the other machine's clock does not matter.
 
     Before that, the time in the sign counts; if it lies in the future, the time when the file was written.
     """
     if not sign:
         return None
-    if len(_seen) >= MOST_SEEN and folder not in _seen:
+    if len(_seen) >= MAX_SEEN_HEARTBEATS and folder not in _seen:
         _seen.clear()
     last, changed_at = _seen.setdefault(folder, (sign["time"], None))
     if last != sign["time"]:
@@ -153,7 +160,7 @@ def silence(folder: Path, sign: dict[str, Any], now: float) -> float | None:
     if changed_at is not None:
         return now - changed_at
     age = now - sign["time"]
-    return age if age >= 0 else now - (modified_at(folder / SIGN) or sign["time"])
+    return age if age >= 0 else now - (modified_at(folder / HEARTBEAT_FILE) or sign["time"])
 
 
 def ago(seconds: float) -> str:
@@ -173,12 +180,12 @@ def started_at(run: dict[str, Any]) -> float | None:
     return None
 
 
-def memory_ran_out(folder: Path) -> bool:
+def was_oom_killed(folder: Path) -> bool:
     """Has the system killed a process for want of memory since this run last showed a sign of life, here?"""
     try:
-        sign, _ = read_object(folder / SIGN)
-        before, now = sign["killed"], out_of_memory()
+        sign, _ = read_object(folder / HEARTBEAT_FILE)
+        before, now = sign["killed"], oom_kill_count()
         same = sign["host"] == socket.gethostname() and before.split()[0] == str(now).split()[0]
-    except UNREADABLE:
+    except READ_ERRORS:
         return False
     return same and before != now

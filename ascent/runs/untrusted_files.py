@@ -24,11 +24,11 @@ from typing import Any
 from ascent.core.errors import ConfigError
 from ascent.tasks.base import error_line
 
-MOST_JSON, MOST_LINES = 1 << 26, 1 << 30
+MAX_JSON_BYTES, MAX_JSONL_BYTES = 1 << 26, 1 << 30
 """Bytes of a file of JSON, and of one with a line per step, that are read."""
-DEEPEST = 64
+MAX_NESTING = 64
 """Lists and objects within one another; Ascent's own files have at most ten."""
-UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+READ_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 """What reading a file may raise that holds anything; pyarrow's and torch's errors are among them."""
 
 
@@ -57,7 +57,7 @@ def open_regular(path: Path, within: Path | None = None) -> BufferedReader:
     return os.fdopen(handle, "rb")
 
 
-def read_regular(path: Path, most: int = MOST_JSON) -> bytes:
+def read_regular(path: Path, most: int = MAX_JSON_BYTES) -> bytes:
     """All of a regular file of bounded size."""
     with open_regular(path) as file:
         data = file.read(most + 1)
@@ -67,7 +67,7 @@ def read_regular(path: Path, most: int = MOST_JSON) -> bytes:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming_file(path: Path) -> Iterator[None]:
     """Whatever is wrong with what a file holds becomes a refusal that names the file."""
     try:
         yield
@@ -75,7 +75,7 @@ def naming(path: Path) -> Iterator[None]:
         raise
     except FileNotFoundError:
         raise ConfigError(f"{path.name} is gone: it was removed, or the run was set back") from None
-    except UNREADABLE as error:
+    except READ_ERRORS as error:
         raise ConfigError(f"{path.name} cannot be read: {error_line(error)[:160]}") from None
 
 
@@ -85,10 +85,10 @@ def parse_json(data: bytes, **hooks: Any) -> Any:
         value = json.loads(data, **hooks)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if data.count(b"[") + data.count(b"{") <= DEEPEST:
+    if data.count(b"[") + data.count(b"{") <= MAX_NESTING:
         return value
     level = [value]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_NESTING):
         inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
         level = [one for values in inner for one in values]
     if level:
@@ -132,7 +132,7 @@ def read_object(path: Path) -> tuple[dict[str, Any], str]:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a JSONL file, up to its last newline: an incomplete last line is still being written."""
     try:
-        data = read_regular(path, MOST_LINES)
+        data = read_regular(path, MAX_JSONL_BYTES)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -154,14 +154,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl or updates.jsonl: each has a step, and its values are numbers."""
     lines = read_lines(path)
     for number, line in enumerate(lines, 1):
-        if not is_metrics(line):
+        if not is_metrics_line(line):
             raise ConfigError(
                 f"{path}, line {number}, is not a step and its numbers. Something other than Ascent has written there"
             )
     return lines
 
 
-def is_metrics(line: Any) -> bool:
+def is_metrics_line(line: Any) -> bool:
     """Is this a step and its numbers?"""
     if not isinstance(line, dict) or type(line.get("step")) is not int:
         return False

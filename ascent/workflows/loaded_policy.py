@@ -25,7 +25,8 @@ from ascent.runs import checkpoint
 from ascent.runs.display.terminal import printable
 from ascent.runs.recorded_conversation import Speech, conversation, conversation_lines, ending
 from ascent.runs.rollout_files import Pieces, sampled_rows
-from ascent.runs.run import check_trains_policy, task_name
+from ascent.runs.run_info import task_name
+from ascent.runs.run_reader import check_trains_policy
 from ascent.settings import configure
 from ascent.tasks.text import TextTask
 from ascent.workflows.model_card import Hub, model_card

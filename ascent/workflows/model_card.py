@@ -14,7 +14,7 @@ from ascent.core.config import Config
 from ascent.core.errors import ConfigError
 from ascent.explain.explain import latex, meanings, objective_in_words
 from ascent.explain.latex import unicode_in
-from ascent.runs.run import run_label, task_name
+from ascent.runs.run_info import run_label, task_name
 from ascent.runs.statistics import PromptMean, prompt_mean
 
 # ── the card ────────────────────────────────────────────────────────────────────────────────────

@@ -33,10 +33,10 @@ from ascent.core.types import check_counts
 from ascent.rewards.judge.judge_settings import read_judge
 from ascent.runs.display.notebook import for_stream
 from ascent.runs.display.terminal import Display
-from ascent.runs.run import init_folder
 from ascent.runs.run_folder import RunFolder, write_json
+from ascent.runs.run_reader import init_folder
 from ascent.runs.trust import check_trust, record_run
-from ascent.runs.untrusted_files import naming, read_json
+from ascent.runs.untrusted_files import naming_file, read_json
 from ascent.settings import config_from, configure, flatten
 from ascent.tasks.user_files import absolute_path, read_jsonl, write_jsonl
 from ascent.workflows.labels import draw_candidates, draw_pairs, label_pairs
@@ -243,7 +243,7 @@ def all_settings(kept: dict[str, Any]) -> dict[str, Any]:
 def reopen_rounds(folder: Path, show: bool = True) -> Rounds:
     """The rounds of a folder, from any place."""
     kept = read_json(folder / ROUNDS_FILE)
-    with naming(folder / ROUNDS_FILE):
+    with naming_file(folder / ROUNDS_FILE):
         check_trust(folder, all_settings(kept))
     return Rounds(folder, config_from(kept["config"]), RoundsPlan(**kept["plan"]), kept["reward_model"], show)
 

@@ -15,8 +15,8 @@ import ascent
 from ascent.cli import main as cli
 from ascent.core.errors import ConfigError, RunError
 from ascent.runs import checkpoint, metric_columns, parquet_reader, rollout_files, untrusted_files
-from ascent.runs import run as runs
 from ascent.runs import run_folder as folders
+from ascent.runs import run_reader as runs
 from ascent.runs.display.terminal import Display
 from benchmarks.attacks.attempt import Attack, Fork, scratch
 from benchmarks.attacks.damage import Damage
@@ -88,7 +88,7 @@ def plain_open() -> None:
 
     for module in (untrusted_files, folders, checkpoint, metric_columns, parquet_reader, run_report, routes, trainings):
         module.open_regular = lambda path, _=None: open(path, "rb")  # type: ignore[attr-defined]  # noqa: SIM115
-    folders.refuse_ways_out = runs.refuse_ways_out = lambda *_: None
+    folders.check_links_stay_inside = runs.check_links_stay_inside = lambda *_: None
 
 
 def nested_lines() -> None:
@@ -100,8 +100,8 @@ def unnamed_errors() -> None:
     from ascent.lab.pages.completions import completions
 
     for module in (folders, parquet_reader, rollout_files, completions):
-        module.naming = nullcontext  # type: ignore[attr-defined]
-    parquet_reader.UNREADABLE = ()
+        module.naming_file = nullcontext  # type: ignore[attr-defined]
+    parquet_reader.READ_ERRORS = ()
 
 
 def reads_outside(stage: Path) -> Callable[[Path], str | None]:
@@ -151,7 +151,7 @@ def writes_outside(stage: Path, name: str, hard: bool = False) -> Callable[[Path
 
 
 def no_ways_out() -> None:
-    folders.refuse_ways_out = runs.refuse_ways_out = lambda *_: None
+    folders.check_links_stay_inside = runs.check_links_stay_inside = lambda *_: None
 
 
 def write_over() -> None:
@@ -159,12 +159,12 @@ def write_over() -> None:
     folders.os = type(os)("os")
     vars(folders.os).update(vars(os) | {"fstat": lambda file: _alone(os.fstat(file))})
 
-    def furnish(folder: folders.RunFolder) -> None:
-        for name in folders.LINES:
+    def create_files(folder: folders.RunFolder) -> None:
+        for name in folders.JSONL_FILES:
             (folder.path / name).touch()
 
-    folders.RunFolder.furnish = furnish  # type: ignore[method-assign]
-    folders.vacated = lambda path: path
+    folders.RunFolder.create_files = create_files  # type: ignore[method-assign]
+    folders.unlinked = lambda path: path
     folders.open = lambda path, mode="r", **more: open(path, mode.replace("x", "w"), **more)  # type: ignore  # noqa: SIM115
 
 

@@ -35,7 +35,7 @@ from typing import Any
 
 from ascent.cli.main import main as ascent_main
 from ascent.cli.main import sections
-from ascent.runs import run as runs
+from ascent.runs import run_writer
 from ascent.workflows import seed_comparison as comparison
 from benchmarks.attacks import lives
 from benchmarks.attacks.attempt import BROKEN, Fork, scratch
@@ -197,7 +197,7 @@ def preload() -> None:
 
 def prepare_fork() -> None:
     """In the process of a command: no writes that a clock decides, and workers that are forks, which import nothing."""
-    runs.HEARTBEAT = float("inf")
+    run_writer.HEARTBEAT = float("inf")
     comparison.get_context = lambda _: multiprocessing.get_context("fork")  # type: ignore[assignment]
 
 

@@ -29,7 +29,7 @@ from ascent.lab.figures.training import figure, routes, trainings
 from ascent.lab.pages.compare import run_comparison
 from ascent.lab.pages.runs import page as runs_page
 from ascent.lab.server import application, lab_server
-from ascent.runs.run_list import Place
+from ascent.runs.run_list import RunEntry
 from ascent.server import connections, guard, lab_secret
 from ascent.server.guard import Guard, host_names
 from benchmarks.attacks.attempt import Attack
@@ -302,8 +302,8 @@ def out_by(stage: Path, paths: Iterable[str]) -> Callable[[Path], str | None]:
 
 
 def any_path() -> None:
-    def find(root: Path, id: str) -> Place:
-        return Place(id, (root / id).resolve(), "ascent")
+    def find(root: Path, id: str) -> RunEntry:
+        return RunEntry(id, (root / id).resolve(), "ascent")
 
     page_base.find_run = run_comparison.find_run = runs_page.find_run = find
     for module in (figure, routes, trainings):

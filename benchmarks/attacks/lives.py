@@ -22,8 +22,7 @@ from safetensors.torch import load_file
 
 from ascent import api
 from ascent.core.errors import RunError
-from ascent.runs import checkpoint, rollout_files
-from ascent.runs import run as runs
+from ascent.runs import checkpoint, rollout_files, run_writer
 from ascent.runs import run_folder as folders
 from ascent.runs.display.terminal import Display
 from ascent.runs.untrusted_files import read_lines
@@ -42,7 +41,7 @@ LIFE = 30.0
 
 def live(path: Path) -> Any:
     """What a person does: start the run, resume it, or start again what had not begun."""
-    runs.HEARTBEAT = float("inf")  # what the clock decides would be another moment in every life
+    run_writer.HEARTBEAT = float("inf")  # what the clock decides would be another moment in every life
     config = configure("sort", SETTINGS)
     return api.resume(path, Display()) if (path / "run.json").exists() else api.start(config, path, Display())
 
@@ -50,7 +49,7 @@ def live(path: Path) -> Any:
 def bits(run: Path) -> dict[str, Any]:
     """All that has to be the same: every record but its times, and every tensor of the last checkpoint."""
     found: dict[str, Any] = {}
-    for name in folders.LINES:
+    for name in folders.JSONL_FILES:
         lines = read_lines(run / name)
         found[name] = [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
     last = checkpoint.complete(run / "checkpoints")[-1]
@@ -58,7 +57,7 @@ def bits(run: Path) -> dict[str, Any]:
         found |= {f"{path.stem} {k}": v.flatten().numpy().tobytes() for k, v in load_file(path).items()}
     state = json.loads((last / "state.json").read_text())
     found["state"] = (last.name, state["step"], state["state"])
-    for where in folders.BY_STEP:
+    for where in folders.STEP_FOLDERS:
         found |= {f"{where} {path.name}": pq.read_table(path).to_pylist() for path in (run / where).iterdir()}
     return found
 
@@ -78,7 +77,7 @@ TOUCHES: tuple[tuple[Any, str], ...] = (
     (checkpoint, "save_file"),
     (rollout_files, "write_rollouts"),
     (rollout_files, "write_answers"),
-    (runs.Writer, "_line"),
+    (run_writer.RunWriter, "_line"),
 )
 
 

@@ -17,7 +17,7 @@ from ascent.cli.main import main as command
 from ascent.core.errors import ConfigError
 from ascent.lab.server import application
 from ascent.models import CausalLM
-from ascent.runs import run as runs
+from ascent.runs import run_reader as runs
 from ascent.runs import trust, untrusted_files
 from ascent.settings import config_from
 from benchmarks.attacks.attempt import Attack
@@ -105,14 +105,14 @@ def build_to_look() -> None:
 
     untrusted_files.parse_json = parse_and_build
     runs.check_trust = lambda *_: None
-    runs.Run.max_reward = property(lambda run: run.config.task.max_reward)  # type: ignore[assignment,method-assign]
-    whole = runs.Run.__init__
+    runs.RunRecord.max_reward = property(lambda run: run.config.task.max_reward)  # type: ignore[assignment,method-assign]
+    whole = runs.RunRecord.__init__
 
-    def build(run: runs.Run, folder: Path) -> None:
+    def build(run: runs.RunRecord, folder: Path) -> None:
         whole(run, folder)
         _ = run.config
 
-    runs.Run.__init__ = build  # type: ignore[assignment,method-assign]
+    runs.RunRecord.__init__ = build  # type: ignore[assignment,method-assign]
 
 
 def list_by_building() -> None:
@@ -124,7 +124,7 @@ def list_by_building() -> None:
     def built_kind(folder: Path) -> str | None:
         found = kind(folder)
         if found == "ascent":
-            _ = runs.Run(folder).config
+            _ = runs.RunRecord(folder).config
         return found
 
     run_list.run_kind = built_kind

@@ -29,7 +29,7 @@ from ascent.models import Transformer
 from ascent.rewards.small_task import BoundSmallTask
 from ascent.rollout.delegating_sampler import WrappedSampler
 from ascent.rollout.small_sampler import SmallSampler
-from ascent.runs.run import run_label
+from ascent.runs.run_info import run_label
 from ascent.settings import configure
 from ascent.tasks.small.sorting import Sort
 from ascent.workflows.loaded_policy import for_asking

@@ -417,9 +417,9 @@ def test_an_interrupted_run_is_resumed_by_the_same_launch_and_by_no_other(
     ascent: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchrun --max-restarts starts the same command again; another launch finds the folder taken."""
-    from ascent.runs.run import Writer
+    from ascent.runs.run_writer import RunWriter
 
-    step = Writer.step
+    step = RunWriter.step
 
     def interrupted(self: Any, number: int, *more: Any) -> None:
         step(self, number, *more)
@@ -431,7 +431,7 @@ def test_an_interrupted_run_is_resumed_by_the_same_launch_and_by_no_other(
         monkeypatch.setenv(name, value)
     command = ("train", "lecture", "--steps", 4, "--out", "run")
     with monkeypatch.context() as patched:
-        patched.setattr(Writer, "step", interrupted)
+        patched.setattr(RunWriter, "step", interrupted)
         said = ascent(*command)
     assert said.status == 130
     assert "Interrupted after 2 of 4 steps, and saved.\nResume it: ascent resume run" in said.out

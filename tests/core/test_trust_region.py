@@ -24,7 +24,7 @@ from ascent.core.update import Adam, TrustRegion, conjugate_gradients
 from ascent.core.values import GAE
 from ascent.core.weights import TokenMean
 from ascent.models import PerPosition, Policy
-from ascent.runs.alerts.alerts import metric_warnings
+from ascent.runs.alerts.step_alerts import metric_warnings
 from ascent.settings import configure, row_label
 from ascent.training.small_learner import SmallLearner, log_probs
 

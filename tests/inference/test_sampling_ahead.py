@@ -25,7 +25,7 @@ from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
 from ascent.rollout.small_sampler import SmallSampler
 from ascent.runs.batch_files import put_together, take_apart
-from ascent.runs.untrusted_files import naming
+from ascent.runs.untrusted_files import naming_file
 from ascent.settings import configure
 from ascent.tasks.small.sorting import Sort
 from benchmarks.ahead import try_schedule
@@ -303,7 +303,7 @@ def test_a_damaged_ticket_is_refused(odd: dict[str, Any]) -> None:
     tensors, plain = take_apart(sampler.pending)
     (one,) = put_together(tensors, plain)
     assert one.ticket.step == 3 and torch.equal(one.drawn.response, sampler.pending[0].drawn.response)  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match="ahead cannot be read"), naming(Path("ahead")):
+    with pytest.raises(ConfigError, match="ahead cannot be read"), naming_file(Path("ahead")):
         put_together(tensors, [plain[0] | odd])
 
 

@@ -24,7 +24,7 @@ from ascent.lab import server
 from ascent.lab.pages.completions.completions import key_of
 from ascent.lab.report import run_report as report
 from ascent.runs import rollout_files
-from ascent.runs.run_list import Place
+from ascent.runs.run_list import RunEntry
 from ascent.tasks.small.sorting import Sort
 
 WORLD = {"length": 3, "numbers": 4, "prompts": 2, "samples": 2, "eval_every": 2, "eval_prompts": 7, "show": False}
@@ -228,7 +228,7 @@ def test_damaged_answers_cost_nothing_else(ask: Callable[..., Any], some: Path) 
 
 
 def report_of(folder: Path) -> str:
-    text = report.report_of(Place("some", folder, "ascent"))
+    text = report.report_of(RunEntry("some", folder, "ascent"))
     found = re.search(r'<section id="answers">.*?</section>|<section[^>]*id="answers".*?</section>', text, re.S)
     return re.sub(r"<[^>]+>", " ", found[0]) if found else ""
 

@@ -26,9 +26,9 @@ from ascent.lab.pages.runs.page import read_note, run_row, run_row_or_reason, wr
 from ascent.lab.server import application
 from ascent.runs import metric_columns
 from ascent.runs.metric_columns import Columns, parse
-from ascent.runs.metrics import CHARTS, charts_of, greedy_of
+from ascent.runs.metrics import CHARTS, charts_with_data, evaluation_label
 from ascent.runs.run_folder import RunFolder
-from ascent.runs.run_list import Place, find_run, how_to_resume, runs_below, status_of, status_reason
+from ascent.runs.run_list import RunEntry, find_run, how_to_resume, run_status, runs_below, status_reason
 from ascent.server.guard import Guard, host_names
 
 
@@ -201,7 +201,7 @@ def test_the_library_forgets_what_was_asked_for_longest_ago(tmp_path: Path, monk
         folder = tmp_path / str(i)
         folder.mkdir()
         written(folder / "metrics.jsonl", walk(300))
-        with library.columns(Place(str(i), folder, "ascent")) as found:
+        with library.columns(RunEntry(str(i), folder, "ascent")) as found:
             assert found.lines == 300
     assert 1 <= len(library._kept) < 12 and tmp_path / "11" in library._kept
 
@@ -233,7 +233,7 @@ def test_charts_come_in_order_with_the_loss_last() -> None:
     ]
     assert [key for key in keys if key in first] == first
     assert keys.index("mismatch") < keys.index("speed") < keys.index("time") < keys.index("loss") == len(keys) - 1
-    found = charts_of({"loss", "reward"})
+    found = charts_with_data({"loss", "reward"})
     assert [chart["key"] for chart in found] == ["reward", "loss"] and len(found[0]["series"]) == 1
 
 
@@ -247,14 +247,16 @@ def test_series_are_named_and_coloured_for_what_they_are() -> None:
         "frac_reward_zero_std",
         "frac_all_right",
     }
-    charts = {c["key"]: c for c in charts_of(names, greedy_of("sort"))}
+    charts = {c["key"]: c for c in charts_with_data(names, evaluation_label("sort"))}
     colours = {key: {s["label"]: s["colour"] for s in charts[key]["series"]} for key in ("accuracy", "reward")}
     assert colours["accuracy"] == {"held out, greedy": 0, "sampled": 1, "held out, greedy, any form": 3}
     assert colours["reward"] == {"held out, greedy": 0, "sampled": 1}
     assert [s["metric"] for s in charts["signal"]["series"]] == ["frac_reward_zero_std"], "all right may have signal"
     assert [s["metric"] for s in charts["extremes"]["series"]] == ["frac_all_right"]
-    assert greedy_of("lecture") == "greedy", "it holds nothing out"
-    assert greedy_of("my.py:Task") == greedy_of(None) == greedy_of({"a": 1}) == "greedy answers", "nobody knows"
+    assert evaluation_label("lecture") == "greedy", "it holds nothing out"
+    assert evaluation_label("my.py:Task") == evaluation_label(None) == evaluation_label({"a": 1}) == "greedy answers", (
+        "nobody knows"
+    )
 
 
 def test_a_list_does_not_say_status_and_steps_twice_and_a_page_says_how_to_go_on(tmp_path: Path) -> None:
@@ -384,7 +386,7 @@ def test_status_is_what_is_heard_of_a_run(tmp_path: Path) -> None:
         (tmp_path / ".alive").unlink(missing_ok=True)
         if sign is not None:
             (tmp_path / ".alive").write_text(json.dumps(sign))
-        return status_of(tmp_path, run, now)
+        return run_status(tmp_path, run, now)
 
     here, there = {"host": socket.gethostname(), "pid": 1}, {"host": "elsewhere", "pid": 1}
     assert status(here | {"time": 1000.0}, 1001.0)[0] == "died", "on this machine the lock decides"
@@ -401,14 +403,14 @@ def test_status_is_what_is_heard_of_a_run(tmp_path: Path) -> None:
     run["machine"] = {"host": ["no", "name"]}
     assert status(None, 1001.0)[0] == "died"
     (tmp_path / ".alive").write_text("torn")
-    assert status_of(tmp_path, run, 1001.0)[0] == "died"
+    assert run_status(tmp_path, run, 1001.0)[0] == "died"
     folder = RunFolder(tmp_path)
     folder.lock()
     try:
         assert status(here | {"time": 1000.0}, 1002.0)[0] == "running"
     finally:
         folder.close()
-    assert status_of(tmp_path, run | {"status": "interrupted"})[1] == "stopped and saved after 3 of 9 steps"
+    assert run_status(tmp_path, run | {"status": "interrupted"})[1] == "stopped and saved after 3 of 9 steps"
 
 
 # ---- notes ----

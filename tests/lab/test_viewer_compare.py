@@ -19,7 +19,7 @@ from ascent.lab.curves import Library
 from ascent.lab.pages.compare.page import MOST_PANELS, Selection, csv_table, picture
 from ascent.lab.pages.compare.run_comparison import DIGITS, Comparison, dotted
 from ascent.runs.metric_columns import numbers_or_none
-from ascent.runs.metrics import CHARTS, DRAWN, title_of
+from ascent.runs.metrics import CHART_METRICS, CHARTS, metric_title
 
 CONFIG = {
     "task": {"name": "sort", "length": 5},
@@ -524,11 +524,11 @@ def test_a_picture_has_no_empty_panel(count: int, run: Any, compared: Any) -> No
 @pytest.mark.long
 @pytest.mark.smoke
 def test_a_picture_holds_every_chart(two: Comparison) -> None:
-    assert len(DRAWN) <= MOST_PANELS
+    assert len(CHART_METRICS) <= MOST_PANELS
     with two as found:
         svg = picture(found, Selection([chart.series[0].name for chart in CHARTS]), "svg").decode()
     for chart in CHARTS:
-        assert title_of(chart.series[0].name)[0] in svg
+        assert metric_title(chart.series[0].name)[0] in svg
     assert "bands end at 0 and 1 for shares" in svg
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import ascent
 from ascent.lab.report.run_report import report_of
-from ascent.runs.run_list import Place
+from ascent.runs.run_list import RunEntry
 from ascent.runs.statistics import interval
 from ascent.runs.untrusted_files import read_lines
 from tests.browser import PATIENCE, Lab, Screen, chromium, serious, until
@@ -370,7 +370,7 @@ def test_nothing_serious_for_axe_and_nothing_wider_than_a_phone(screen: Screen) 
 @pytest.fixture(scope="module")
 def report(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
-    path.write_text(report_of(Place("grpo", runs / "cmp/grpo-s0", "ascent")))
+    path.write_text(report_of(RunEntry("grpo", runs / "cmp/grpo-s0", "ascent")))
     return path
 
 

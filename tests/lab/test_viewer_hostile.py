@@ -28,7 +28,7 @@ from ascent.lab.report import run_report as report
 from ascent.lab.server import application
 from ascent.runs.metric_columns import Columns, bucket_starts, bucket_width, parse
 from ascent.runs.run_folder import RunFolder, is_locked
-from ascent.runs.run_list import status_of
+from ascent.runs.run_list import run_status
 from ascent.server.guard import Guard, host_names
 from tests.cases import mostly_smokes
 
@@ -572,7 +572,7 @@ def test_a_sign_of_life_is_one_that_changes_whatever_the_clock_there_says(tmp_pa
     def look(said: float, now: float) -> str:
         (tmp_path / ".alive").write_text(json.dumps({"host": "elsewhere", "pid": 1, "time": said}))
         os.utime(tmp_path / ".alive", (now - 500, now - 500))
-        return status_of(tmp_path, run, now)[0]
+        return run_status(tmp_path, run, now)[0]
 
     assert look(1e9 + 3600, 1e9) == "died", "a clock that is ahead proves nothing: the file is old"
     assert look(1e9 + 3605, 1e9 + 5) == "running", "it was renewed since the last look"

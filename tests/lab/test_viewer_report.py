@@ -20,7 +20,7 @@ from ascent.core.errors import ConfigError
 from ascent.lab.page_base import TEMPLATES
 from ascent.lab.report import run_report as report
 from ascent.lab.report.svg_chart import Series, chart, exact, number, percent, shown
-from ascent.runs.run_list import Place
+from ascent.runs.run_list import RunEntry
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 EVIL = '</pre><script>alert(1)</script><img src=http://x.test/a onerror=alert(1)>"\' onload="x'
@@ -552,4 +552,4 @@ def test_text_is_escaped_wherever_it_stands() -> None:
 
 @pytest.mark.long
 def test_it_is_made_from_a_place(trained: Path) -> None:
-    assert report.report_of(Place("known", trained, "ascent")).startswith("<!doctype html>")
+    assert report.report_of(RunEntry("known", trained, "ascent")).startswith("<!doctype html>")

@@ -28,7 +28,7 @@ from ascent.oracle.exact import Table
 from ascent.rewards.small_task import BoundSmallTask, SmallOfflineTask, read_examples
 from ascent.rewards.tokenized_task import split_steps
 from ascent.rollout.small_sampler import SmallSampler
-from ascent.runs.alerts.alerts import reward_weights
+from ascent.runs.alerts.step_alerts import reward_weights
 from ascent.settings import configure
 from ascent.tasks.scoring import gains, offline_rollouts, pad_responses
 from ascent.tasks.small.sorting import Sort

@@ -23,19 +23,9 @@ import pytest
 import ascent
 from ascent.core.metric_names import MISMATCH
 from ascent.rollout.small_sampler import SmallSampler
-from ascent.runs.alerts import alerts as flags
-from ascent.runs.alerts.alerts import (
-    BLOCKS,
-    KEYS,
-    LENGTH,
-    PROMPTS,
-    RunAlerts,
-    findings,
-    flag_events,
-    one_answer,
-    reward_weights,
-    with_evidence,
-)
+from ascent.runs.alerts import trend_alerts
+from ascent.runs.alerts.step_alerts import PROMPTS, findings, one_answer, reward_weights, with_evidence
+from ascent.runs.alerts.trend_alerts import BLOCKS, KEYS, LENGTH, RunAlerts, flag_events
 from ascent.runs.recorded_conversation import environment_failed
 from ascent.tasks.small import sorting
 from ascent.tasks.small.multi_turn import Swapping, Swaps
@@ -376,8 +366,8 @@ def test_evidence_is_before_and_now() -> None:
 
 
 def test_it_is_named_as_the_metrics_are_and_brings_no_torch() -> None:
-    assert flags.MISMATCH == MISMATCH
-    code = "import sys, ascent.runs.alerts.alerts; print('torch' in sys.modules)"
+    assert trend_alerts.MISMATCH == MISMATCH
+    code = "import sys, ascent.runs.alerts.trend_alerts; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

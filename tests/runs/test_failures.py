@@ -16,7 +16,7 @@ from ascent.core.loop import stop_on_trouble
 from ascent.core.types import Rollouts
 from ascent.rollout.small_sampler import SmallSampler
 from ascent.runs import checkpoint
-from ascent.runs.run import best_of
+from ascent.runs.metrics import best_evaluation
 from ascent.training.small_learner import SmallLearner
 from benchmarks.common import NoRecords, random_batch
 
@@ -113,6 +113,6 @@ def test_without_the_wish_no_best_is_kept(tmp_path: Path) -> None:
 def test_which_is_best_is_read_from_the_records() -> None:
     """So that a resumed run knows it, whatever run.json said when it died."""
     lines = [{"step": i, "eval/accuracy": a, "eval/reward": 0.0} for i, a in enumerate((0.1, None, 0.7, 0.7, 0.3))]
-    assert best_of(lines) == (3, (0.7, 0.0))
-    assert best_of([{"step": 0, "eval/accuracy": None}]) is None
-    assert best_of([{"step": 0, "eval/logp": -2.0}, {"step": 1, "eval/logp": -1.0}]) == (2, (-1.0, 0.0))
+    assert best_evaluation(lines) == (3, (0.7, 0.0))
+    assert best_evaluation([{"step": 0, "eval/accuracy": None}]) is None
+    assert best_evaluation([{"step": 0, "eval/logp": -2.0}, {"step": 1, "eval/logp": -1.0}]) == (2, (-1.0, 0.0))

@@ -15,7 +15,7 @@ from ascent.build.trained_run import Run
 from ascent.core.errors import ConfigError, RunError
 from ascent.runs import checkpoint
 from ascent.runs.display.terminal import Display
-from ascent.runs.run import Writer
+from ascent.runs.run_writer import RunWriter
 from ascent.settings import configure
 from ascent.workflows import seed_comparison as comparison
 from tests.cases import mostly_smokes
@@ -44,7 +44,7 @@ OFFLINE = ("dpo", "reward-model")
 def stopped(patch: pytest.MonkeyPatch, task: str, out: Path, after: int, **settings: Any) -> None:
     """A run that stops after this step, with a checkpoint."""
     with patch.context() as inside:
-        inside.setattr(Writer, "stopping", lambda self: self.last.get("step", -1) >= after)
+        inside.setattr(RunWriter, "stopping", lambda self: self.last.get("step", -1) >= after)
         ascent.train(task, out=out, **settings)
     assert Run(out).status == "interrupted"
 
@@ -127,7 +127,7 @@ def test_killed_before_its_first_checkpoint_a_run_still_starts_from_where_it_was
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(Writer, "checkpoint", killed)
+        patch.setattr(RunWriter, "checkpoint", killed)
         with pytest.raises(RunError, match="MemoryError"):
             ascent.train("sort", out=tmp_path / "again", **settings)
     assert not Run(tmp_path / "again").checkpoints

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from ascent.cli.runs import COLUMNS, FIRST_TO_GO
 from ascent.runs.display.terminal import BOARD, SHOWN, board, numbers
-from ascent.runs.metrics import CHARTS, DRAWN, short_of
+from ascent.runs.metrics import CHART_METRICS, CHARTS, short_name
 
 
 def test_the_terminal_shows_metrics_of_the_table_under_its_names() -> None:
     on_board = [key for cells in BOARD.values() for key in cells]
-    assert {*SHOWN, *on_board} <= set(DRAWN) and {*COLUMNS} <= {*DRAWN, "step", "trust_region/kl"}
-    assert {*FIRST_TO_GO} <= {short_of(key) for key in COLUMNS}
+    assert {*SHOWN, *on_board} <= set(CHART_METRICS) and {*COLUMNS} <= {*CHART_METRICS, "step", "trust_region/kl"}
+    assert {*FIRST_TO_GO} <= {short_name(key) for key in COLUMNS}
     for shown in (SHOWN, COLUMNS, *BOARD.values()):
-        assert len({short_of(key) for key in shown}) == len(shown), "no two are called the same"
+        assert len({short_name(key) for key in shown}) == len(shown), "no two are called the same"
     words = {metric.name: metric.short for chart in CHARTS for metric in chart.series}
     assert numbers(dict.fromkeys(SHOWN, 0.5), 1000) == "  ".join(f"{words[key]} 0.500" for key in SHOWN)
     lines = dict(board(dict.fromkeys(on_board, 1.0)))
@@ -22,7 +22,7 @@ def test_the_terminal_shows_metrics_of_the_table_under_its_names() -> None:
 
 
 def test_a_metric_that_the_table_does_not_know_has_its_own_name() -> None:
-    assert short_of("unknown/metric") == "unknown/metric"
+    assert short_name("unknown/metric") == "unknown/metric"
 
 
 def test_what_was_not_measured_is_left_out() -> None:

@@ -32,11 +32,11 @@ from ascent.runs.metric_columns import Columns, nonfinite_of
 from ascent.runs.parquet_reader import open_parquet, thrift_struct
 from ascent.runs.replica_log import replica_events, replicas_of
 from ascent.runs.rollout_files import light_rows
-from ascent.runs.run import init_folder
 from ascent.runs.run_folder import RunFolder
+from ascent.runs.run_reader import init_folder
 from ascent.runs.sharded_reader import read_parts
 from ascent.runs.statistics import over_seeds
-from ascent.runs.untrusted_files import naming, read_lines, read_regular
+from ascent.runs.untrusted_files import naming_file, read_lines, read_regular
 
 RUNS = Path(__file__).parents[1] / "data" / "runs"
 
@@ -61,7 +61,7 @@ def test_a_file_that_is_gone(tmp_path: Path) -> None:
     assert read_lines(tmp_path / "events.jsonl") == []
     with (
         pytest.raises(ConfigError, match=r"^a is gone: it was removed, or the run was set back$"),
-        naming(tmp_path / "a"),
+        naming_file(tmp_path / "a"),
     ):
         (tmp_path / "a").read_bytes()
 
@@ -139,12 +139,12 @@ def test_a_measure_that_is_not_finite_is_left_out_over_seeds() -> None:
 def test_the_time_since_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_list, "_seen", {})
     monkeypatch.setattr(run_list, "MOST_SEEN", 1)
-    assert run_list.silence(tmp_path / "a", {}, 5.0) is None
-    assert run_list.silence(tmp_path / "a", {"time": 1.0}, 10.0) == 9.0
-    assert run_list.silence(tmp_path / "a", {"time": 2.0}, 20.0) == 0.0
-    assert run_list.silence(tmp_path / "a", {"time": 2.0}, 25.0) == 5.0, "since it was seen to change"
-    assert run_list.silence(tmp_path / "b", {"time": 1.0}, 30.0) == 29.0
-    assert run_list.silence(tmp_path / "a", {"time": 2.0}, 30.0) == 28.0, "the number of remembered runs is limited"
+    assert run_list.heartbeat_age(tmp_path / "a", {}, 5.0) is None
+    assert run_list.heartbeat_age(tmp_path / "a", {"time": 1.0}, 10.0) == 9.0
+    assert run_list.heartbeat_age(tmp_path / "a", {"time": 2.0}, 20.0) == 0.0
+    assert run_list.heartbeat_age(tmp_path / "a", {"time": 2.0}, 25.0) == 5.0, "since it was seen to change"
+    assert run_list.heartbeat_age(tmp_path / "b", {"time": 1.0}, 30.0) == 29.0
+    assert run_list.heartbeat_age(tmp_path / "a", {"time": 2.0}, 30.0) == 28.0, "bounded memory"
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,10 @@ from ascent.core.config import Config
 from ascent.core.errors import ConfigError
 from ascent.core.types import Streams
 from ascent.runs import checkpoint, rollout_files, run_folder, run_list
-from ascent.runs import run as run_records
+from ascent.runs import run_reader as run_records
 from ascent.runs.display.terminal import Display
-from ascent.runs.run import Writer
 from ascent.runs.run_folder import RunFolder
+from ascent.runs.run_writer import RunWriter
 from ascent.runs.untrusted_files import read_lines
 from ascent.settings import configure
 from ascent.training.small_learner import SmallLearner
@@ -104,7 +104,7 @@ def config_of(name: str, **more: Any) -> Config:
 def bits(run: Path) -> dict[str, Any]:
     """All that has to be the same: every record but its times, every tensor of the last checkpoint."""
     found: dict[str, Any] = {}
-    for name in run_folder.LINES:
+    for name in run_folder.JSONL_FILES:
         lines = read_lines(run / name)
         found[name] = [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
     last = checkpoint.complete(run / "checkpoints")[-1]
@@ -114,7 +114,7 @@ def bits(run: Path) -> dict[str, Any]:
         }
     state = json.loads((last / "state.json").read_text())
     found["state"] = (last.name, state["step"], state["state"])
-    for where in run_folder.BY_STEP:
+    for where in run_folder.STEP_FOLDERS:
         for path in (run / where).iterdir():
             table = pq.read_table(path)
             times = [name for name in table.column_names if name.startswith("time/")]
@@ -143,7 +143,7 @@ class Moments:
         (checkpoint, "save_file"),
         (rollout_files, "write_rollouts"),
         (rollout_files, "write_answers"),
-        (Writer, "_line"),
+        (RunWriter, "_line"),
     )
 
     def __init__(self, last: int | None):

@@ -19,8 +19,8 @@ import ascent
 from ascent.cli.main import main
 from ascent.core.errors import ConfigError
 from ascent.runs import run_folder
-from ascent.runs.run_folder import RunFolder, refuse_taken
-from ascent.runs.run_list import read_sign
+from ascent.runs.run_folder import RunFolder, check_new_folder
+from ascent.runs.run_list import read_heartbeat
 from ascent.tasks.small.lecture import Lecture
 
 
@@ -37,7 +37,7 @@ def later(path: Path, than: float) -> dict[str, Any]:
     """The first sign of life after this time."""
     end = time.monotonic() + 120
     while time.monotonic() < end:
-        sign = read_sign(path)
+        sign = read_heartbeat(path)
         if sign and sign["time"] > than:
             return sign
         time.sleep(0.01)
@@ -50,12 +50,12 @@ def threads() -> list[threading.Thread]:
 
 def test_it_goes_on_between_steps_and_ends_with_the_run(tmp_path: Path) -> None:
     folder = made(tmp_path / "run")
-    first = read_sign(tmp_path / "run")
+    first = read_heartbeat(tmp_path / "run")
     assert first, "from the first moment"
     assert (first["host"], first["pid"]) == (socket.gethostname(), os.getpid()) and time.time() - first["time"] < 5
     later(tmp_path / "run", first["time"])
     folder.close()
-    assert read_sign(tmp_path / "run") == {} and not list((tmp_path / "run").glob(".alive*")) and not threads()
+    assert read_heartbeat(tmp_path / "run") == {} and not list((tmp_path / "run").glob(".alive*")) and not threads()
     folder.close()
 
 
@@ -75,10 +75,10 @@ def test_one_that_was_killed_is_no_obstacle(tmp_path: Path) -> None:
     """It leaves the sign behind, and before its run.json was there the folder may be used again."""
     for name in (".alive", ".alive.new", ".lock"):
         (tmp_path / name).write_text("{}")
-    refuse_taken(tmp_path)
+    check_new_folder(tmp_path)
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(ConfigError):
-        refuse_taken(tmp_path)
+        check_new_folder(tmp_path)
 
 
 @pytest.mark.slow
@@ -102,10 +102,10 @@ def test_a_run_killed_in_a_step_leaves_its_sign_and_is_resumed(
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    sign = read_sign(run)
+    sign = read_heartbeat(run)
     assert sign and sign["pid"] == child and ascent.load(run).status == "died"
-    time.sleep(5 * run_folder.SIGN_EVERY)
-    assert read_sign(run) == sign, "nobody writes it any more"
+    time.sleep(5 * run_folder.HEARTBEAT_INTERVAL)
+    assert read_heartbeat(run) == sign, "nobody writes it any more"
     assert main(["resume", str(run)]) == 0
     again = ascent.load(run)
     assert again.status == "finished" and [line["step"] for line in again.metrics] == [0, 1, 2, 3]
@@ -124,7 +124,9 @@ def test_a_folder_that_is_removed_is_not_made_again(tmp_path: Path) -> None:
     other._alive._thread.join()  # type: ignore[union-attr]
     (tmp_path / "run" / ".alive").write_text(json.dumps({"host": "another", "pid": 1, "time": 5}))
     time.sleep(0.2)
-    assert read_sign(tmp_path / "run") == {"host": "another", "pid": 1, "time": 5}, "the first is not ours any more"
+    assert read_heartbeat(tmp_path / "run") == {"host": "another", "pid": 1, "time": 5}, (
+        "the first is not ours any more"
+    )
     folder.close()
     assert (tmp_path / "run" / ".alive").exists(), "nor ours to take along"
     other.close()
@@ -132,7 +134,7 @@ def test_a_folder_that_is_removed_is_not_made_again(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = made(tmp_path / "run")
-    before = read_sign(tmp_path / "run")
+    before = read_heartbeat(tmp_path / "run")
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -171,4 +173,4 @@ def test_it_ends_with_a_folder_that_nobody_closed(tmp_path: Path) -> None:
 def test_what_is_no_sign_of_life_is_none(tmp_path: Path) -> None:
     for text in ("", "{", "[]", '{"time": "now"}'):
         (tmp_path / ".alive").write_text(text)
-        assert read_sign(tmp_path) == {}
+        assert read_heartbeat(tmp_path) == {}

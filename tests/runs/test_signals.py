@@ -19,7 +19,7 @@ from ascent.api import interruptible, start
 from ascent.cli.main import main
 from ascent.runs import checkpoint
 from ascent.runs.display.terminal import Display
-from ascent.runs.run import Writer
+from ascent.runs.run_writer import RunWriter
 from ascent.settings import configure
 from ascent.workflows import rounds
 from tests.browser import PATIENCE
@@ -130,7 +130,7 @@ def test_a_run_that_is_stopped_while_its_last_checkpoint_is_written_is_finished(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Writer, "settle", signals_itself(number, Writer.settle))
+        patch.setattr(RunWriter, "settle", signals_itself(number, RunWriter.settle))
         process = ascent_process(
             tmp_path / "output", "train", "sort", *SETTINGS, "--steps", 2, "--out", tmp_path / "run"
         )
@@ -141,7 +141,7 @@ def test_a_run_that_is_stopped_while_its_last_checkpoint_is_written_is_finished(
 def test_a_second_interrupt_stops_at_once_and_says_how_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    step = Writer.step
+    step = RunWriter.step
 
     def interrupted(self: Any, number: int, *more: Any) -> None:
         if number == 1:
@@ -149,7 +149,7 @@ def test_a_second_interrupt_stops_at_once_and_says_how_to_resume(
             os.kill(os.getpid(), signal.SIGINT)
         step(self, number, *more)
 
-    monkeypatch.setattr(Writer, "step", interrupted)
+    monkeypatch.setattr(RunWriter, "step", interrupted)
     run = tmp_path / "run"
     assert main(["train", "sort", *SETTINGS, "--steps", "3", "--out", str(run)]) == 130
     assert f"stopped at once. Resume it with: ascent resume {run}" in capsys.readouterr().err

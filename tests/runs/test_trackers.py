@@ -16,8 +16,9 @@ import pytest
 
 from ascent.core.errors import ConfigError
 from ascent.runs.metrics import CHARTS
-from ascent.runs.trackers import trackers
-from ascent.runs.trackers.trackers import SINKS, Row, Sink, Sinks, finite, flat
+from ascent.runs.trackers import tracker_threads
+from ascent.runs.trackers.tracker import StepMetrics, Tracker, flatten_config
+from ascent.runs.trackers.tracker_threads import TRACKERS, Trackers, finite_metrics
 
 CONFIG = {"task": {"name": "sort", "length": 3}, "loss": {"name": "clipped", "high": 0.28}, "steps": 3}
 METRICS = {"step": 1, "reward": 0.5, "clip_ratio/low_mean": 0.25, "kl": None, "loss": float("nan"), "time/step": 2}
@@ -28,9 +29,9 @@ class Said(list[str]):
         self.append(text)
 
 
-def opened(folder: Path, *names: str, resume_step: int = 0) -> tuple[Sinks, Said]:
+def opened(folder: Path, *names: str, resume_step: int = 0) -> tuple[Trackers, Said]:
     said = Said()
-    return Sinks(names, folder, CONFIG, "a-run", resume_step, said), said
+    return Trackers(names, folder, CONFIG, "a-run", resume_step, said), said
 
 
 def run(folder: Path, name: str, steps: range, status: str = "finished", resume_step: int = 0) -> Said:
@@ -77,8 +78,8 @@ def test_mlflow_holds_the_run_in_its_folder(tmp_path: Path, monkeypatch: pytest.
     from mlflow import MlflowClient
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(trackers.Mlflow, "most", 2)
-    monkeypatch.setattr(trackers, "CLOSING", 60.0)
+    monkeypatch.setattr(tracker_threads.Mlflow, "max_metrics_per_call", 2)
+    monkeypatch.setattr(tracker_threads, "CLOSE_TIMEOUT", 60.0)
     assert run(tmp_path, "mlflow", range(3), status="interrupted") == []
     assert run(tmp_path, "mlflow", range(3, 5), resume_step=3) == []
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow' / 'mlflow.db'}")
@@ -101,7 +102,7 @@ def test_wandb_writes_offline_into_the_folder_and_a_resume_is_the_same_run(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     monkeypatch.setenv("WANDB_X_SERVICE_WAIT", "300")  # its process may take long to start on a busy machine
-    monkeypatch.setattr(trackers, "CLOSING", 300.0)
+    monkeypatch.setattr(tracker_threads, "CLOSE_TIMEOUT", 300.0)
     (said,) = run(tmp_path, "wandb", range(3))
     assert "wandb sync" in said
     (said,) = run(tmp_path, "wandb", range(3, 5), resume_step=3)
@@ -138,9 +139,9 @@ def test_trackio_holds_the_run_and_leaves_stdout_alone(tmp_path: Path) -> None:
     """In a process of its own: Trackio reads TRACKIO_DIR when it is imported."""
     code = f"""
 from pathlib import Path
-from ascent.runs.trackers.trackers import Sinks
+from ascent.runs.trackers.tracker_threads import Trackers
 for steps, first in ((range(3), 0), (range(3, 5), 3)):
-    tracked = Sinks(("trackio",), Path({str(tmp_path)!r}), {CONFIG!r}, "a-run", first, print)
+    tracked = Trackers(("trackio",), Path({str(tmp_path)!r}), {CONFIG!r}, "a-run", first, print)
     for step in steps:
         tracked.step(step, {{"reward": float(step)}})
     tracked.close("finished")
@@ -170,7 +171,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_any_is_started(
     class Missing(Fake):
         package = "no_such_tracker"
 
-    monkeypatch.setitem(SINKS, "missing", Missing)
+    monkeypatch.setitem(TRACKERS, "missing", Missing)
     with pytest.raises(ConfigError, match=r"--track missing.*pip install 'ascent-rl\[track\]'"):
         opened(tmp_path, "tensorboard", "missing")
     assert not (tmp_path / "tensorboard").exists()
@@ -179,7 +180,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_any_is_started(
 # ---- trackers that misbehave ----------------------------------------------------------------------
 
 
-class Fake(Sink):
+class Fake(Tracker):
     """Keeps what it gets; fails or hangs as it is told to."""
 
     package = "json"
@@ -190,13 +191,13 @@ class Fake(Sink):
     """`log` waits for it."""
 
     def start(self) -> str | None:
-        self.rows: list[Row] = []
+        self.rows: list[StepMetrics] = []
         self.ended: str | None = None
         self.threads = {threading.get_ident()}
         type(self).made.append(self)
         return None
 
-    def log(self, rows: list[Row]) -> None:
+    def log(self, rows: list[StepMetrics]) -> None:
         self.threads.add(threading.get_ident())
         if self.hanging is not None:
             self.hanging.wait()
@@ -213,8 +214,8 @@ class Fake(Sink):
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
     """A tracker of its own for each test, under the name `fake`; pauses are short."""
     made = type("Fake", (Fake,), {"made": []})
-    monkeypatch.setitem(SINKS, "fake", made)
-    monkeypatch.setattr(trackers, "PAUSES", (0.01, 0.01))
+    monkeypatch.setitem(TRACKERS, "fake", made)
+    monkeypatch.setattr(tracker_threads, "RETRY_DELAYS", (0.01, 0.01))
     return made
 
 
@@ -227,15 +228,15 @@ def until(true: Any, seconds: float = 120.0) -> None:
 
 def test_every_step_arrives_in_order_from_one_thread(fake: type[Fake], tmp_path: Path) -> None:
     said = run(tmp_path, "fake", range(200))
-    (sink,) = fake.made
-    assert [step for step, _ in sink.rows] == list(range(200)) and sink.ended == "finished" and said == []
-    assert len(sink.threads) == 1 and threading.get_ident() not in sink.threads
+    (tracker,) = fake.made
+    assert [step for step, _ in tracker.rows] == list(range(200)) and tracker.ended == "finished" and said == []
+    assert len(tracker.threads) == 1 and threading.get_ident() not in tracker.threads
 
 
 def test_a_failure_is_said_once_and_nothing_is_lost_if_it_passes(fake: type[Fake], tmp_path: Path) -> None:
     fake.failing = 2
     said = run(tmp_path, "fake", range(3))
-    assert len(said) == 1 and "OSError: the server is down" in said[0] and "The run goes on" in said[0]
+    assert len(said) == 1 and "OSError: the server is down" in said[0] and "The run continues" in said[0]
     assert [step for step, _ in fake.made[0].rows] == [0, 1, 2]
 
 
@@ -243,12 +244,12 @@ def test_three_failures_in_a_row_drop_it_and_the_others_go_on(fake: type[Fake], 
     fake.failing = 10**9
     tracked, said = opened(tmp_path, "fake", "tensorboard")
     tracked.step(0, {"reward": 0.0})
-    until(lambda: not tracked.feeds[0].thread.is_alive())
+    until(lambda: not tracked.threads[0].thread.is_alive())
     for step in range(1, 50):
         tracked.step(step, {"reward": 0.0})
     tracked.close("finished")
     assert [("failed" in text, "dropped" in text) for text in said] == [(True, False), (False, True)]
-    assert tracked.feeds[0].failures == 3 and fake.made[0].ended is None
+    assert tracked.threads[0].failures == 3 and fake.made[0].ended is None
     assert list((tmp_path / "tensorboard").iterdir())
 
 
@@ -267,8 +268,8 @@ def test_a_hanging_tracker_neither_blocks_a_step_nor_the_end(
     fake: type[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake.hanging = threading.Event()
-    monkeypatch.setattr(trackers, "WAITING", 8)
-    monkeypatch.setattr(trackers, "CLOSING", 0.2)
+    monkeypatch.setattr(tracker_threads, "QUEUE_SIZE", 8)
+    monkeypatch.setattr(tracker_threads, "CLOSE_TIMEOUT", 0.2)
     said = run(tmp_path, "fake", range(1000))  # or it would never come back
     assert len(said) == 2 and "too slow or hangs" in said[0] and "did not finish in 0.2 s" in said[1]
     fake.hanging.set()
@@ -280,7 +281,7 @@ def test_what_trackers_say_is_said_by_the_thread_of_the_run(fake: type[Fake], tm
     """So that the caller may write it to a file without a lock."""
     fake.failing = 10**9
     spoke: list[int] = []
-    tracked = Sinks(("fake",), tmp_path, CONFIG, "a-run", 0, lambda _: spoke.append(threading.get_ident()))
+    tracked = Trackers(("fake",), tmp_path, CONFIG, "a-run", 0, lambda _: spoke.append(threading.get_ident()))
     tracked.step(0, {"reward": 1.0})
     tracked.close("failed")
     assert set(spoke) == {threading.get_ident()} and spoke
@@ -296,8 +297,8 @@ def test_no_tracker_is_no_thread(tmp_path: Path) -> None:
 
 def test_only_finite_numbers_go_out_and_config_is_flat() -> None:
     given = {**METRICS, "inf": float("inf"), "flag": True, "text": "x", "list": [1.0]}
-    assert finite(given) == {"reward": 0.5, "clip_ratio/low_mean": 0.25, "time/step": 2.0}
-    assert flat(CONFIG) == {
+    assert finite_metrics(given) == {"reward": 0.5, "clip_ratio/low_mean": 0.25, "time/step": 2.0}
+    assert flatten_config(CONFIG) == {
         "task.name": "sort",
         "task.length": 3,
         "loss.name": "clipped",

@@ -21,7 +21,7 @@ from ascent.cli.main import main
 from ascent.core.config import Config
 from ascent.core.errors import ConfigError
 from ascent.lab.server import application
-from ascent.runs import run as runs
+from ascent.runs import run_reader as runs
 from ascent.runs import trust
 from ascent.settings import CHOICES, configure, settings_of
 from ascent.tasks import TASKS

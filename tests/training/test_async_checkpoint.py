@@ -19,7 +19,7 @@ from ascent.core.update import Adam
 from ascent.distributed.rank_group import RankGroup
 from ascent.runs import checkpoint
 from ascent.runs.display.terminal import Display
-from ascent.runs.run import Writer
+from ascent.runs.run_writer import RunWriter
 from ascent.training import async_checkpoint
 from ascent.training.async_checkpoint import Saver, on_host
 from ascent.training.fsdp import ShardedLearner
@@ -84,7 +84,7 @@ def test_where_the_host_does_not_say_what_is_free_everything_is_copied(
 def test_a_run_trains_on_while_its_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits here until the next step is over. What it holds is its own step's, and the end waits for it."""
     whole = ascent.train("lecture", out=tmp_path / "whole", **SETTINGS)
-    stepped, begun, real, step = threading.Event(), [], checkpoint.save, Writer.step
+    stepped, begun, real, step = threading.Event(), [], checkpoint.save, RunWriter.step
 
     def late(folder: Path, number: int, *more: Any) -> None:
         begun.append(number)
@@ -93,13 +93,13 @@ def test_a_run_trains_on_while_its_checkpoint_is_written(tmp_path: Path, monkeyp
         stepped.clear()
         real(folder, number, *more)
 
-    def stepping(self: Writer, *args: Any) -> None:
+    def stepping(self: RunWriter, *args: Any) -> None:
         step(self, *args)
         if begun and args[0] == begun[-1]:
             stepped.set()
 
     monkeypatch.setattr(checkpoint, "save", late)
-    monkeypatch.setattr(Writer, "step", stepping)
+    monkeypatch.setattr(RunWriter, "step", stepping)
     run = ascent.train("lecture", out=tmp_path / "late", **SETTINGS)
     assert begun == [2, 4, 6] and run.status == "finished"
     assert [p.name for p in run.checkpoints] == [p.name for p in whole.checkpoints]

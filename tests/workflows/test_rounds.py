@@ -222,9 +222,9 @@ def test_the_command_goes_on_after_an_interrupt(
     monkeypatch.chdir(tmp_path)
     args = ["rounds", "sort", *flags(**SMALL, **STEPS), *flags(rounds=2, pairs=30, out="out")]
     args += [word for name, value in RATER.items() for word in (f"--rm.{name.replace('_', '-')}", str(value))]
-    from ascent.runs.run import Writer
+    from ascent.runs.run_writer import RunWriter
 
-    step = Writer.step
+    step = RunWriter.step
 
     def interrupted(self: Any, number: int, *more: Any) -> None:
         step(self, number, *more)
@@ -232,7 +232,7 @@ def test_the_command_goes_on_after_an_interrupt(
             os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Writer, "step", interrupted)
+        patched.setattr(RunWriter, "step", interrupted)
         assert cli.main(args) == 130
     assert "out/round_1/policy is saved. Continue with: ascent rounds out" in capsys.readouterr().err
     assert len(Run("out/round_1/policy").metrics) == 3

@@ -23,9 +23,9 @@ from ascent.lab.pages.runs.page import part_of
 from ascent.lab.report.svg_chart import Series, chart, number, plural, real, shown
 from ascent.runs import rollout_files as recorded
 from ascent.runs.metric_columns import Columns
-from ascent.runs.metrics import HEADLINES, SHARES, greedy_of, title_of
-from ascent.runs.run_list import Place, run_kind
-from ascent.runs.untrusted_files import UNREADABLE, naming, open_regular
+from ascent.runs.metrics import FRACTION_METRICS, HEADLINES, evaluation_label, metric_title
+from ascent.runs.run_list import RunEntry, run_kind
+from ascent.runs.untrusted_files import READ_ERRORS, naming_file, open_regular
 from ascent.tasks.base import error_line
 
 POINTS = 300
@@ -61,7 +61,7 @@ def write_report(run: Path, out: Path | None, force: bool) -> tuple[Path, int]:
         raise ConfigError(
             f"--out {out}: already there, and no report of ours. Choose another file, or --force to replace it"
         )
-    data = report_of(Place(run.resolve().name, run, kind)).encode("utf-8", "replace")
+    data = report_of(RunEntry(run.resolve().name, run, kind)).encode("utf-8", "replace")
     write_aside(out, data)
     return out, len(data)
 
@@ -89,7 +89,7 @@ def write_aside(out: Path, data: bytes) -> None:
         ) from None
 
 
-def report_of(place: Place) -> str:
+def report_of(place: RunEntry) -> str:
     library = Library()
     about = run_page(place, library)
     metrics = [one["metric"] for chart in about["charts"] for one in chart["series"]]
@@ -131,11 +131,11 @@ def report_of(place: Place) -> str:
 
 def _headlines(about: Mapping[str, Any], last: Mapping[str, tuple[Any, Any]]) -> list[tuple[Any, ...]]:
     """Name, last value, the most that it can be, and its step, of the metrics that matter most."""
-    greedy, headlines = greedy_of(about["task"]), []
+    greedy, headlines = evaluation_label(about["task"]), []
     for metric in [metric for metric in HEADLINES if metric in last][:HEADED]:
         value, step = last[metric]
         most = about["max_reward"] if metric in OF_REWARD else None
-        headlines.append((title_of(metric, greedy)[0], number(value, metric in SHARES), most, step))
+        headlines.append((metric_title(metric, greedy)[0], number(value, metric in FRACTION_METRICS), most, step))
     return headlines
 
 
@@ -149,7 +149,7 @@ def _chart(
         line = curves["metrics"].get(metric, {"mean": [None] * len(curves["x"])})
         bad, (end, _) = curves["nonfinite"].get(metric, []), last.get(metric, (None, None))
         bands = line.get("low"), line.get("high")
-        share, color = metric in SHARES, one["colour"]
+        share, color = metric in FRACTION_METRICS, one["colour"]
         series.append(Series(one["label"], curves["x"], line["mean"], *bands, bad, end, share, color))
     ends = (curves["first"], curves["last"]) if curves["first"] is not None else None
     needed = len(series) > 1 or any(s.label.lower() not in about["title"].lower() for s in series)
@@ -185,7 +185,7 @@ def _flag(event: Mapping[str, Any], anchor: str, here: Sequence[Any]) -> dict[st
     for name, pair in part_of(evidence, "metrics", dict).items():
         values = pair if isinstance(pair, list) else [pair]
         before, now = (None, *values)[-2:] if values else (None, None)  # one number: at this step
-        rows.append([name, number(before, name in SHARES), number(now, name in SHARES)])
+        rows.append([name, number(before, name in FRACTION_METRICS), number(now, name in FRACTION_METRICS)])
     steps, span = part_of(evidence, "steps", list), ""
     if len(steps) == 2:
         several = f" over steps {shown(steps[0])} to {shown(steps[1])}"
@@ -274,7 +274,7 @@ def gather_completions(
     for one, flags in [*list(pointed.items())[:SEEN], *((Seen(step), list[str]()) for step in some)]:
         try:
             part = _read_part(folder, kind, one, flags, columns)
-        except UNREADABLE as error:
+        except READ_ERRORS as error:
             problems.append(f"step {one.step}: {error_line(error)}")
             continue
         parts.append(part)
@@ -402,7 +402,7 @@ def gather_answers(folder: Path, kind: str, greedy: str) -> dict[str, Any] | Non
         """The first of these steps whose file can be read, with its answers by prompt: each is a group of one."""
         for step in steps:
             try:
-                with naming(recorded.path_of(folder, step, recorded.HELD_OUT)):
+                with naming_file(recorded.path_of(folder, step, recorded.HELD_OUT)):
                     groups = groups_of(recorded.light_rows(folder, kind, step, COLUMNS, recorded.HELD_OUT))
                     return step, {(group["group"], group["prompt"]): group for group in groups}
             except (ConfigError, OSError) as error:

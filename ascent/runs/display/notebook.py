@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ascent.runs.display.terminal import Display, Lines, LiveDisplay, board, printable
-from ascent.runs.metrics import short_of
+from ascent.runs.metrics import short_name
 
 CURVES = ("reward", "eval/accuracy", "entropy", "completions/mean_length")
 """The metrics that the live display draws, and the summary of a run."""
@@ -100,7 +100,7 @@ def curves(lines: Sequence[Mapping[str, Any]]) -> str:
     for name in CURVES:
         points = [(line["step"], line[name]) for line in lines if isinstance(line.get(name), int | float)]
         if points:
-            drawn.append(_curve(short_of(name), points))
+            drawn.append(_curve(short_name(name), points))
     return f'<div style="display:flex;flex-wrap:wrap;gap:16px">{"".join(drawn)}</div>'
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ascent.core.metric_names import MISMATCH
-from ascent.runs.metrics import SHARES, chart_of, label_of, title_of
-from ascent.runs.run_folder import vacated
+from ascent.runs.metrics import FRACTION_METRICS, chart_of, metric_title, series_label
+from ascent.runs.run_folder import unlinked
 from ascent.runs.statistics import interval
 
 PAIRS = ("rewards/accuracies", "eval/pairs/accuracy")
@@ -76,13 +76,13 @@ def draw_runs(runs: Sequence[Curve], heading: str) -> Any:
         for r, (run, metrics, maximum) in enumerate(runs):
             for n, name in enumerate(names):
                 steps, values = series(metrics, name)
-                label = label_of(name, "greedy")
+                label = series_label(name, "greedy")
                 look = line_style(r if len(runs) > 1 else n) | {"linestyle": DASHES[n % 4]}
                 values = values / maximum if scaled and maximum else values
                 draw_line(axis, steps, values, look | {"label": label if len(runs) == 1 else f"{run}: {label}"})
         title = "Labels" if names == OF_A_PROCESS_REWARD[-1] else chart.title
         unit = "share of the largest there is" if scaled else chart.unit
-        finish_panel(axis, title, unit, names[0] in SHARES or scaled, "step" if axis in axes[-1] else "")
+        finish_panel(axis, title, unit, names[0] in FRACTION_METRICS or scaled, "step" if axis in axes[-1] else "")
         axis.ticklabel_format(axis="y", scilimits=(-3, 4))  # short labels: 1.5 under 1e−4, and not 0.00015
         if len(axis.get_legend_handles_labels()[0]) > 1:
             axis.legend(frameon=False, fontsize=7.5)
@@ -125,8 +125,8 @@ def plot_bands(curves: Curves, path: Path, title: str, spent: Mapping[str, Seque
     fig, axes = figure(2, len(names), (4.4 * len(names), 7.0))
     for axis, name in zip(axes[0], names, strict=True):
         for i, metrics in enumerate(curves.values()):
-            _band(axis, metrics[name], i, name in SHARES, lambda _, steps: steps)
-        finish_panel(axis, title_of(name, "greedy")[0], "", name in SHARES, "step")
+            _band(axis, metrics[name], i, name in FRACTION_METRICS, lambda _, steps: steps)
+        finish_panel(axis, metric_title(name, "greedy")[0], "", name in FRACTION_METRICS, "step")
     for axis, cost in zip(axes[1], next(iter(spent.values()))[0], strict=False):
         for i, (setting, metrics) in enumerate(curves.items()):
             runs = spent[setting]
@@ -184,7 +184,7 @@ def save_figure(fig: Any, path: Path) -> Path:
     """Write a figure as a PNG file, whole or not at all."""
     from matplotlib import pyplot
 
-    aside = vacated(path.with_name(f".{path.name}"))
+    aside = unlinked(path.with_name(f".{path.name}"))
     fig.savefig(aside, dpi=130, format="png")
     os.replace(aside, path)
     pyplot.close(fig)

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ascent.core.metric_names import MISMATCH
-from ascent.runs.metrics import PHASES, short_of
+from ascent.runs.metrics import PHASES, short_name
 
 SHOWN = (
     *("reward", "exact/reward", "accuracy", "eval/accuracy", "eval/logp", "rewards/accuracies", "eval/pairs/accuracy"),
@@ -100,7 +100,7 @@ def board(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The lines of the board, each its name and its numbers; what was not measured is left out."""
     lines = {
         name: [
-            f"{short_of(key).removeprefix(name)} {metrics[key]:{form}}".strip()
+            f"{short_name(key).removeprefix(name)} {metrics[key]:{form}}".strip()
             for key, form in cells.items()
             if metrics.get(key) is not None
         ]
@@ -129,7 +129,7 @@ class Lines(Display):
 def numbers(metrics: Mapping[str, Any], room: int = 200) -> str:
     """What to show of a step, as much as there is room for; how many rewards failed only where some did."""
     shown = {key: metrics[key] for key in SHOWN if metrics.get(key) is not None}
-    words = [f"{short_of(key)} {cell_text(v)}" for key, v in shown.items() if v or key != "reward_errors"]
+    words = [f"{short_name(key)} {cell_text(v)}" for key, v in shown.items() if v or key != "reward_errors"]
     while words and len("  ".join(words)) > room:
         words.pop()
     return "  ".join(words)

@@ -19,7 +19,7 @@ from ascent.lab.figures.training.figure import FIGURE, SIDES, config_of, metrics
 from ascent.lab.figures.training.trainings import ENDED, Trainings
 from ascent.lab.page_base import Lab, body, json_route, read_whole, whole_value
 from ascent.runs.rollout_files import path_of, recorded_steps
-from ascent.runs.untrusted_files import is_metrics, naming, open_regular, parse_json
+from ascent.runs.untrusted_files import is_metrics_line, naming_file, open_regular, parse_json
 
 MOST_READ = 1 << 24
 """Bytes that are read of it at a time."""
@@ -126,7 +126,7 @@ def read_from(path: Path, offset: int) -> list[tuple[int, dict[str, Any] | None]
         line = None
         with suppress(ValueError):
             line = parse_json(text)
-        lines.append((offset, line if is_metrics(line) else None))
+        lines.append((offset, line if is_metrics_line(line) else None))
     return lines
 
 
@@ -137,7 +137,7 @@ def response_grid(folder: Path, step: int | None) -> dict[str, Any]:
         return {"step": None, "prompts": []}
     chosen = steps[-1] if step is None else step
     maximum, groups = run.max_reward or 1.0, dict[int, dict[str, Any]]()
-    with naming(path_of(folder, chosen)):
+    with naming_file(path_of(folder, chosen)):
         for row in run.rollouts(chosen):
             group = groups.setdefault(row["group"], {"prompt": row["prompt_text"], "responses": []})
             mark = "right" if row.get("correct") else "rewarded" if row["reward"] >= maximum / 2 else "wrong"

@@ -33,9 +33,9 @@ from ascent.lab.figures.training.figure import config_of, run_folder, side_setti
 from ascent.processes.user_state import lock_file
 from ascent.runs.display.plots import plot_runs
 from ascent.runs.display.terminal import Lines
-from ascent.runs.run import run_label
 from ascent.runs.run_folder import write_json
-from ascent.runs.untrusted_files import is_metrics, open_regular, parse_json, read_regular
+from ascent.runs.run_info import run_label
+from ascent.runs.untrusted_files import is_metrics_line, open_regular, parse_json, read_regular
 from ascent.settings import configure
 
 MOST = 4
@@ -159,7 +159,7 @@ def steps_done(path: Path) -> int:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
         for text in reversed(file.read(TAIL).split(b"\n")[:-1]):
             with suppress(ValueError):
-                if is_metrics(line := parse_json(text)):
+                if is_metrics_line(line := parse_json(text)):
                     return line["step"] + 1
     return 0
 

@@ -18,7 +18,7 @@ from ascent.lab.curves import EVERYTHING, View
 from ascent.lab.page_base import Lab, json_route, view_of, viewer_page
 from ascent.lab.pages.compare.run_comparison import Comparison
 from ascent.runs.display.plots import draw_line, figure, finish_panel, legend_handles, line_style, plain
-from ascent.runs.metrics import SHARES, chart_of, title_of
+from ascent.runs.metrics import FRACTION_METRICS, chart_of, metric_title
 
 LONGEST = 80
 """Characters of a file's name."""
@@ -141,8 +141,8 @@ def _panel(place: Any, metric: str, found: Comparison, lines: Any, chosen: Selec
         else:
             band = (line["low"], line["high"]) if "low" in line else None
             draw_line(place, line["x"], line["mean"], line_style(i) | {"marker": "o" * (len(line["x"]) == 1)}, band)
-    finish_panel(place, *title_of(metric), metric in SHARES, axis)
-    if metric in SHARES or view == EVERYTHING:
+    finish_panel(place, *metric_title(metric), metric in FRACTION_METRICS, axis)
+    if metric in FRACTION_METRICS or view == EVERYTHING:
         return
     y = [v for line in place.lines for x, v in zip(*line.get_data(), strict=True) if view[0] <= x <= view[1]]
     for area in place.collections:

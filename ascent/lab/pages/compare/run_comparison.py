@@ -17,8 +17,8 @@ from ascent.core.menu import nearest
 from ascent.lab.curves import EVERYTHING, POINTS, Library, View, measured_metrics
 from ascent.lab.pages.runs.page import run_row
 from ascent.runs.metric_columns import Columns, bucket_means, bucket_starts, bucket_width, numbers_or_none
-from ascent.runs.metrics import COSTS, DRAWN, GREEDY, HEADLINES, chart_of, charts_of, greedy_of
-from ascent.runs.run_list import Place, find_run
+from ascent.runs.metrics import CHART_METRICS, COSTS, GREEDY, HEADLINES, chart_of, charts_with_data, evaluation_label
+from ascent.runs.run_list import RunEntry, find_run
 from ascent.runs.statistics import over_seeds, t_975
 from ascent.runs.trust import DESCRIPTION
 from ascent.runs.untrusted_files import finite_number, read_object
@@ -27,7 +27,7 @@ MOST_COMPARED = 50
 BRIEF = ("id", "kind", "task", "label", "seed", "status", "said", "step", "steps", "max_reward")
 NAMED = 3
 """Settings or runs that a name or a sentence spells out, at most."""
-LONGEST = 40
+MAX_ID_LENGTH = 40
 LEGEND = 32
 """Characters of a setting's name beyond which a legend shortens it."""
 SPENT = {"responses": COSTS["samples"], "tokens": COSTS["tokens"], "seconds": COSTS["seconds"]}
@@ -47,7 +47,7 @@ DIGITS = 6
 class Side:
     """One run of a comparison."""
 
-    place: Place
+    place: RunEntry
     row: Mapping[str, Any]
     config: Mapping[str, Any]
 
@@ -68,7 +68,7 @@ class Side:
         return self.id if self.row["seed"] is None else self.row["seed"]
 
 
-def read_side(place: Place) -> Side:
+def read_side(place: RunEntry) -> Side:
     config, _ = read_object(place.folder / "config.json") if place.kind == "ascent" else ({}, "")
     row = {key: value for key, value in run_row(place).items() if key in BRIEF}
     if row["seed"] is None:  # run.json may be damaged where config.json is not
@@ -113,7 +113,7 @@ class Comparison:
         """As they are drawn; or with all digits, and intervals that go where they go. Of a view, its exact points."""
         if axis not in AXES:
             raise ConfigError(f"x={axis[:20]}: there are {', '.join(AXES)}")
-        known = {*DRAWN, *(name for columns in self.columns.values() for name in columns.names)}
+        known = {*CHART_METRICS, *(name for columns in self.columns.values() for name in columns.names)}
         for metric in metrics:
             if metric not in known:
                 raise ConfigError(f"metric={metric[:80]}: none of these runs has it.{nearest(metric, known)}")
@@ -161,9 +161,9 @@ class Comparison:
         return made | {"whole": [float(min(ends)), float(max(ends))] if finite else None}
 
     def charts(self) -> list[dict[str, Any]]:
-        called = {greedy_of(run.row["task"]) for run in self.runs}
+        called = {evaluation_label(run.row["task"]) for run in self.runs}
         have = set().union(*(measured_metrics(columns) for columns in self.columns.values()))
-        return charts_of(have, called.pop() if len(called) == 1 else GREEDY)
+        return charts_with_data(have, called.pop() if len(called) == 1 else GREEDY)
 
     def summary(self) -> dict[str, Any]:
         """Everything but the curves, and how they ended."""
@@ -244,7 +244,7 @@ def _short(text: str) -> str:
     try:
         return f"{float(text):g}"
     except ValueError:
-        return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+        return text if len(text) <= MAX_ID_LENGTH else f"{text[:MAX_ID_LENGTH]}…"
 
 
 def setting_groups(runs: Sequence[Side]) -> dict[str, list[Side]]:

@@ -14,7 +14,7 @@ from ascent.core.errors import ConfigError
 from ascent.runs import rollout_files as recorded
 from ascent.runs.metric_columns import evenly
 from ascent.runs.recorded_conversation import OF_TURNS, conversation, drawn_tokens, turn_numbers, turn_words
-from ascent.runs.untrusted_files import FileCache, naming, read_object
+from ascent.runs.untrusted_files import FileCache, naming_file, read_object
 
 Row = dict[str, Any]
 IS: dict[str, Callable[[Row], bool]] = {
@@ -81,7 +81,7 @@ def completions_page(
     if steps:
         chosen = steps[-1] if step is None else min(steps, key=lambda s: (abs(s - step), s))
         try:
-            with naming(recorded.recorded_files(folder, kind, which)[chosen]):
+            with naming_file(recorded.recorded_files(folder, kind, which)[chosen]):
                 groups = groups_of(recorded.light_rows(folder, kind, chosen, which=which))
         except ConfigError as error:
             problems.append(str(error))
@@ -206,7 +206,7 @@ def _indexed(folder: Path, kind: str, which: str) -> tuple[dict[int, Index], lis
     indexes, problems = {}, []
     for step, path in recorded.recorded_files(folder, kind, which).items():
         try:
-            with naming(path):
+            with naming_file(path):
                 indexes[step] = _indexes(path, partial(read, step), weight=lambda index: 100 + len(str(index)))
         except ConfigError as error:
             problems.append(str(error))
@@ -224,7 +224,7 @@ def prompt_history(folder: Path, kind: str, key: str, which: str = recorded.SAMP
     for step in evenly(steps, MOST):
         group, _ = indexed[step][key]
         try:
-            with naming(paths[step]):
+            with naming_file(paths[step]):
                 made = _summaries(paths[step], partial(_summary, folder, kind, step, group, which), group)
         except ConfigError as error:
             problems.append(str(error))
@@ -301,7 +301,7 @@ def tokens(
     rows = recorded.whole_rows(folder, kind, step, groups, sample, which)
     if kind != "ascent":
         return {"step": step, "missing": {"tokens": FOREIGN}, "clip": {"words": FOREIGN}, "rows": []}
-    with naming(recorded.path_of(folder, step, which)):
+    with naming_file(recorded.path_of(folder, step, which)):
         return _tokens(folder, step, rows, which)
 
 

@@ -7,9 +7,9 @@ from starlette.routing import BaseRoute, Route
 
 from ascent.lab.page_base import Lab, json_route, many_values, one_value, read_whole, viewer_page, whole_value
 from ascent.lab.pages.completions.completions import MOST_GROUPS, all_prompts, completions_page, prompt_history, tokens
-from ascent.runs.metrics import greedy_of
+from ascent.runs.metrics import evaluation_label
 from ascent.runs.rollout_files import SAMPLED
-from ascent.runs.run_list import Place
+from ascent.runs.run_list import RunEntry
 from ascent.runs.untrusted_files import read_object
 
 
@@ -51,12 +51,12 @@ def which_set(request: Request) -> str:
     return request.query_params.get("set") or SAMPLED
 
 
-def _greedy(place: Place) -> str:
+def _greedy(place: RunEntry) -> str:
     """What the run's evaluation is called."""
-    return greedy_of(read_object(place.folder / "run.json")[0].get("task") if place.kind == "ascent" else None)
+    return evaluation_label(read_object(place.folder / "run.json")[0].get("task") if place.kind == "ascent" else None)
 
 
-def sampled_in_step(lab: Lab, place: Place, step: int | None) -> dict[str, int] | None:
+def sampled_in_step(lab: Lab, place: RunEntry, step: int | None) -> dict[str, int] | None:
     """All responses of a step by metrics.jsonl, and groups, if config.json has a group's size; None: nobody knows."""
     if place.kind != "ascent" or step is None:
         return None

@@ -11,10 +11,10 @@ from ascent.lab.curves import Library, curves, measured_metrics
 from ascent.lab.page_base import Lab, json_route, view_of, viewer_page, whole_value
 from ascent.lab.pages.runs.page import part_of, read_note, run_events, run_row
 from ascent.runs.foreign_runs import foreign_lines
-from ascent.runs.metrics import charts_of, greedy_of
+from ascent.runs.metrics import charts_with_data, evaluation_label
 from ascent.runs.replica_log import replica_events, replicas_of
 from ascent.runs.rollout_files import HELD_OUT, recorded_steps
-from ascent.runs.run_list import Place, how_to_resume
+from ascent.runs.run_list import RunEntry, how_to_resume
 from ascent.runs.trust import DESCRIPTION
 from ascent.runs.untrusted_files import finite_number, parse_json, read_object, read_regular
 
@@ -57,14 +57,14 @@ def lanes_at(folder: Path, step: int | None) -> dict[str, Any]:
     return {}
 
 
-def run_page(place: Place, library: Library) -> dict[str, Any]:
+def run_page(place: RunEntry, library: Library) -> dict[str, Any]:
     """A run in full, less its curves."""
     ours, run, config, problems = place.kind == "ascent", dict[str, Any](), dict[str, Any](), list[str]()
     if ours:
         (run, first), (config, second) = (read_object(place.folder / name) for name in ("run.json", "config.json"))
         problems += filter(None, [first, second])
     with library.columns(place) as columns:
-        charts = charts_of(measured_metrics(columns), greedy_of(run.get("task")) if ours else "evaluated")
+        charts = charts_with_data(measured_metrics(columns), evaluation_label(run.get("task")) if ours else "evaluated")
         problems += [f"metrics.jsonl: {text}" for text in (columns.problem, *columns.bad[:3]) if text]
         if columns.bad_count > 3:
             problems.append(f"metrics.jsonl: {columns.bad_count:,} lines in all cannot be read, and are left out")
@@ -89,7 +89,7 @@ def run_page(place: Place, library: Library) -> dict[str, Any]:
         "charts": charts,
         "recorded": recorded_steps(place.folder, place.kind),
         "held_out": recorded_steps(place.folder, place.kind, HELD_OUT),
-        "greedy": greedy_of(run.get("task")),
+        "greedy": evaluation_label(run.get("task")),
         "replicas": replicas_of(place.folder) if ours else [],
         "replica_events": replica_events(place.folder) if ours else [],
         "notes": read_note(place.folder),

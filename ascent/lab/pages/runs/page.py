@@ -18,9 +18,9 @@ from ascent.core.errors import ConfigError
 from ascent.lab.curves import spark
 from ascent.lab.page_base import MOST_ASKED, Json, Lab, body, json_route, many_values, viewer_page
 from ascent.runs.foreign_runs import READERS, foreign_events, foreign_files, foreign_lines
-from ascent.runs.metrics import greedy_of
+from ascent.runs.metrics import evaluation_label
 from ascent.runs.run_folder import is_locked, write_json
-from ascent.runs.run_list import MOST_RUNS, Place, find_run, runs_below, started_at, status_of, status_reason
+from ascent.runs.run_list import MAX_RUNS, RunEntry, find_run, run_status, runs_below, started_at, status_reason
 from ascent.runs.untrusted_files import (
     FileCache,
     finite_json,
@@ -44,7 +44,7 @@ BLANK: dict[str, Any] = {
     **{"task": "", "label": "", "status": "unreadable", "step": 0},
 }
 """A row of which nothing is known."""
-_read = FileCache(2 * MOST_RUNS)
+_read = FileCache(2 * MAX_RUNS)
 
 
 def routes(lab: Lab) -> list[BaseRoute]:
@@ -73,7 +73,7 @@ def routes(lab: Lab) -> list[BaseRoute]:
     ]
 
 
-def run_row_or_reason(place: Place) -> dict[str, Any]:
+def run_row_or_reason(place: RunEntry) -> dict[str, Any]:
     """A row whatever the files hold: in a list of many runs no one of them may cost the others."""
     try:
         return run_row(place)
@@ -82,7 +82,7 @@ def run_row_or_reason(place: Place) -> dict[str, Any]:
         return BLANK | {"id": place.id, "kind": place.kind, "tags": [], "note": "", "said": said, "flags": []}
 
 
-def run_row(place: Place) -> dict[str, Any]:
+def run_row(place: RunEntry) -> dict[str, Any]:
     """A run in a list: what can be known without reading all of it."""
     note = read_note(place.folder)
     about = BLANK | {"id": place.id, "kind": place.kind, "tags": note["tags"], "note": note["text"]}
@@ -91,7 +91,7 @@ def run_row(place: Place) -> dict[str, Any]:
     run, problem = read_object(place.folder / "run.json")
     last = last_values(place.folder / "metrics.jsonl")
     if not problem:
-        status, said = status_of(place.folder, run | {"step": last.get("step", -1) + 1})
+        status, said = run_status(place.folder, run | {"step": last.get("step", -1) + 1})
     elif (place.folder / "run.json").exists():
         status, said = "unreadable", problem
     elif is_locked(place.folder):
@@ -106,7 +106,7 @@ def run_row(place: Place) -> dict[str, Any]:
         "step": last.get("step", -1) + 1,
         "started": started_at(run),
         "updated": modified_at(place.folder / "metrics.jsonl") or modified_at(place.folder / "run.json"),
-        **_last_of(last, greedy_of(run.get("task"))),
+        **_last_of(last, evaluation_label(run.get("task"))),
         "max_reward": finite_number(part_of(run, "result", dict).get("max_reward")),
         "flags": list(dict.fromkeys(flags)),
     }
@@ -128,7 +128,7 @@ def _last_of(last: dict[str, Any], greedy: str) -> dict[str, Any]:
     return values
 
 
-def _foreign_row(place: Place) -> dict[str, Any]:
+def _foreign_row(place: RunEntry) -> dict[str, Any]:
     lines, problems = foreign_lines(place.folder)
     last = {key: value for line in lines for key, value in line.items() if value is not None}
     times = [t for t in (modified_at(path) for path in foreign_files(place.folder)) if t is not None]
@@ -145,7 +145,7 @@ def _foreign_row(place: Place) -> dict[str, Any]:
     }
 
 
-def run_events(place: Place) -> list[dict[str, Any]]:
+def run_events(place: RunEntry) -> list[dict[str, Any]]:
     """Flags, trouble and notes, as far as they can be read. A run raises each flag once, so the beginning will do."""
     if place.kind != "ascent":
         return foreign_events(place.folder)
