@@ -138,7 +138,7 @@ def test_a_measure_that_is_not_finite_is_left_out_over_seeds() -> None:
 
 def test_the_time_since_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_list, "_seen", {})
-    monkeypatch.setattr(run_list, "MOST_SEEN", 1)
+    monkeypatch.setattr(run_list, "MAX_SEEN_HEARTBEATS", 1)
     assert run_list.heartbeat_age(tmp_path / "a", {}, 5.0) is None
     assert run_list.heartbeat_age(tmp_path / "a", {"time": 1.0}, 10.0) == 9.0
     assert run_list.heartbeat_age(tmp_path / "a", {"time": 2.0}, 20.0) == 0.0

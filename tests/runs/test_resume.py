@@ -34,8 +34,7 @@ from ascent.cli.main import main
 from ascent.core.config import Config
 from ascent.core.errors import ConfigError
 from ascent.core.types import Streams
-from ascent.runs import checkpoint, rollout_files, run_folder, run_list
-from ascent.runs import run_reader as run_records
+from ascent.runs import checkpoint, rollout_files, run_folder, run_list, run_writer
 from ascent.runs.display.terminal import Display
 from ascent.runs.run_folder import RunFolder
 from ascent.runs.run_writer import RunWriter
@@ -148,7 +147,7 @@ class Moments:
 
     def __init__(self, last: int | None):
         self.last, self.names = last, []
-        run_records.HEARTBEAT = math.inf  # saves that depend on the clock would make every life another one
+        run_writer.HEARTBEAT = math.inf  # saves that depend on the clock would make every life another one
         for owner, name in self.TOUCHED:
             setattr(owner, name, self.watched(getattr(owner, name), name))
 
@@ -462,7 +461,7 @@ def test_a_run_that_ran_out_of_memory_is_told_so(
     for before, now, told in (("boot 3", "boot 4", True), ("boot 3", "boot 3", False), ("other 3", "boot 4", False)):
         copy = Path(shutil.copytree(killed, killed.with_name(f"{before} {now}")))
         (copy / ".alive").write_text(json.dumps(sign | {"killed": before}))
-        monkeypatch.setattr(run_list, "out_of_memory", lambda now=now: now)
+        monkeypatch.setattr(run_list, "oom_kill_count", lambda now=now: now)
         assert ("killed a process for want of memory" in said(capsys, "show", copy)[1]) is told
         assert ("killed a process for want of memory" in said(capsys, "resume", copy)[1]) is told
 

@@ -26,7 +26,7 @@ from ascent.tasks.small.lecture import Lecture
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "SIGN_EVERY", 0.02)
+    monkeypatch.setattr(run_folder, "HEARTBEAT_INTERVAL", 0.02)
 
 
 def made(path: Path) -> RunFolder:
