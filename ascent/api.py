@@ -24,7 +24,7 @@ from ascent.core.errors import ConfigError, RunError
 from ascent.core.loop import train as loop
 from ascent.core.menu import nearest
 from ascent.core.types import Batch, State
-from ascent.distributed.ranks import group_size, launch_here, rank_here
+from ascent.distributed.ranks import torchrun_id, torchrun_rank, training_world_size
 from ascent.explain.explain import formula, objective_in_words
 from ascent.models.causal_lm import GIVEN, KEPT_MODEL, give_again, name_model
 from ascent.processes.user_code import CODE
@@ -108,7 +108,7 @@ def begin(config: Config, out: str | Path | None, display: Display, preflight: b
     check_trackers(config.track)
     path = Path(out) if out is not None else default_folder(config)
     check_new_folder(path)
-    given = None if rank_here() else keep_given(config, path)
+    given = None if torchrun_rank() else keep_given(config, path)
     if note:
         display.say(note)
     try:
@@ -130,7 +130,7 @@ def begin(config: Config, out: str | Path | None, display: Display, preflight: b
             "objective": objective_in_words(config.algorithm),
             "formula": formula(config.algorithm),
         }
-        launch = {"launch": launch_here()} if launch_here() else {}
+        launch = {"launch": torchrun_id()} if torchrun_id() else {}
         settings = config.to_dict() | {"id": secrets.token_hex(16)}
         parts.notes += tuple(filter(None, [record_run(path, settings)]))  # first: a killed run can then be resumed
         folder = RunFolder.create(path, settings | words, describe_run(config, parts.backend.packages) | launch)
@@ -230,11 +230,11 @@ def reopen(
     existing.take_objects(objects, anyway)
     check_trackers(existing.config.track)
     config = existing.config
-    if not group_size(config.ranks.shard):  # what ranks have begun in shards, one process may continue
+    if not training_world_size(config.ranks.shard):  # what ranks have begun in shards, one process may continue
         config = replace(config, ranks=replace(config.ranks, shard="auto"))
     if model is not None:
         config = replace(config, policy=give_again(config.policy, *model))
-    if rank_here():
+    if torchrun_rank():
         assemble_ranks(config)
     killed = was_oom_killed(existing.folder)
     folder = RunFolder.reopen(existing.folder)

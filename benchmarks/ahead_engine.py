@@ -4,7 +4,7 @@
 
 **Kills**: a server that Ascent has started is killed (signal 9) at random moments, while it writes and while it starts
 again, as steps with K = 2 go on. No group may be lost or come twice, no token may be older than K updates, and the
-steps have to end. **Speed**: tokens per second of `ServedSampler` over HTTP, and of `vllm.LLM` in a process of its own
+steps have to end. **Speed**: tokens per second of `RemoteEngine` over HTTP, and of `vllm.LLM` in a process of its own
 with the same prompts, seeds, lengths and log-probs, in turn. `value` is ours, the peer bare vLLM's (medians), and the
 target 0.9. It takes the place of its part of docs/results/ahead.md.
 """
@@ -30,7 +30,7 @@ import torch
 
 from ascent.core.protocols import RolloutRequest
 from ascent.core.types import Prompts
-from ascent.inference.remote.remote_engine import ServedSampler
+from ascent.inference.remote.remote_engine import RemoteEngine
 from ascent.inference.remote.server_process import find_python
 from ascent.models import CausalLM
 from benchmarks.common import RESULTS, close, markdown, show, write_page
@@ -58,12 +58,12 @@ for line in sys.stdin:
 """
 
 
-def sampler_on(environment: str, folder: Path, shape: dict[str, Any], limit: int, rows: int) -> ServedSampler:
+def sampler_on(environment: str, folder: Path, shape: dict[str, Any], limit: int, rows: int) -> RemoteEngine:
     policy = CausalLM(
         random_model(folder / "model", shape), dtype="float32", device="cpu", engine="vllm", engine_python=environment,
         rows=rows,
     )  # fmt: skip
-    sampler = ServedSampler(policy, policy.load(), limit, 512, 1.0, torch.Generator().manual_seed(0))
+    sampler = RemoteEngine(policy, policy.load(), limit, 512, 1.0, torch.Generator().manual_seed(0))
     sampler.folder = folder / "engine"
     return sampler
 
@@ -74,7 +74,7 @@ def sampler_on(environment: str, folder: Path, shape: dict[str, Any], limit: int
 class Killer(threading.Thread):
     """Kills the server of a sampler again and again: once it has answered, as it gets weights, and as it starts."""
 
-    def __init__(self, sampler: ServedSampler, kills: int):
+    def __init__(self, sampler: RemoteEngine, kills: int):
         super().__init__(daemon=True)
         self.sampler, self.left, self.done, self.rng = sampler, kills, list[str](), random.Random(0)
 

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ascent.distributed.weight_transfer import Snapshot, WeightSender, receive_weights
+from ascent.distributed.weight_transfer import WeightSender, WeightSnapshot, receive_weights
 from benchmarks.common import ROOT, close, show
 from benchmarks.killed_ranks import lines_of
 
@@ -214,7 +214,7 @@ def weights(say: Callable[..., None] = print, shape: str = "135m", turns: int = 
         ray.get([other.take.remote(sent) for other in others])
 
     def by_gloo() -> None:
-        snapshot, calls = Snapshot(own), list[Any]()
+        snapshot, calls = WeightSnapshot(own), list[Any]()
         for other in others:
             offer = sender.offer(snapshot)
             calls.append(other.receive.remote(offer))

@@ -40,8 +40,8 @@ from ascent.core.kl import InLoss
 from ascent.core.preferences import SHOWN
 from ascent.core.types import Batch, Prompts, Terms
 from ascent.distributed.rank_group import RankGroup
-from ascent.distributed.ranks import ALONE, Ranks
-from ascent.rollout.rank_leader import LeadingLearner, RankedSampler, follow
+from ascent.distributed.ranks import SINGLE_PROCESS, Ranks
+from ascent.rollout.rank_leader import RankedEngine, RankZeroLearner, run_follower
 from ascent.training.fsdp import ShardedLearner, _cut, _full, _local
 from ascent.training.language_learner import LanguageCritic, LanguageLearner
 from benchmarks.common import ROOT, close, show
@@ -236,7 +236,7 @@ def parts_of(ranks: Ranks, sharded: bool, algorithm: Algorithm) -> Any:
         learner = sharded_like(learner, algorithm)
     sampler: Any = sampler_of(lm, limit=14)
     if isinstance(ranks, RankGroup):
-        sampler = RankedSampler(sampler, ranks, learner, True)
+        sampler = RankedEngine(sampler, ranks, learner, True)
     config = SimpleNamespace(algorithm=algorithm)
     return SimpleNamespace(config=config, learner=learner, sampler=sampler, judged=None)
 
@@ -248,11 +248,11 @@ def led(ranks: Ranks, sharded: bool, algorithm: Algorithm, work: Callable[[Any, 
         return work(parts.learner, parts.sampler), parts
     if ranks.rank:
         keep = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        follow(parts, ranks)
+        run_follower(parts, ranks)
         for number, handler in keep.items():
             signal.signal(number, handler)
         return None, parts
-    found = work(LeadingLearner(parts.learner, ranks), parts.sampler)
+    found = work(RankZeroLearner(parts.learner, ranks), parts.sampler)
     ranks.tell("", "end")
     return found, parts
 
@@ -266,7 +266,7 @@ def parameters(learner: Any) -> Tensor:
 
 def five_steps(ranks: Ranks, sharded: bool) -> float:
     """Tokens must be equal, the ranks' parameters bit for bit; the gap is that of the parameters to one process."""
-    wanted, alone = led(ALONE, False, ALGORITHM, partial(drive, algorithm=ALGORITHM))
+    wanted, alone = led(SINGLE_PROCESS, False, ALGORITHM, partial(drive, algorithm=ALGORITHM))
     found, parts = led(ranks, sharded, ALGORITHM, partial(drive, algorithm=ALGORITHM))
     own = parameters(parts.learner)
     marks = ranks.gather(hashlib.sha256(own.numpy().tobytes()).hexdigest())
@@ -278,7 +278,7 @@ def five_steps(ranks: Ranks, sharded: bool) -> float:
 
 def checkpoints(ranks: Ranks, sharded: bool) -> float:
     """Two steps here, two more in one process, the last here again: from learner's state to learner's state."""
-    _, alone = led(ALONE, False, ALGORITHM, partial(drive, algorithm=ALGORITHM))
+    _, alone = led(SINGLE_PROCESS, False, ALGORITHM, partial(drive, algorithm=ALGORITHM))
 
     def begin(learner: Any, sampler: Any) -> Any:
         drive(learner, sampler, ALGORITHM, 0, 2)
@@ -291,7 +291,7 @@ def checkpoints(ranks: Ranks, sharded: bool) -> float:
 
     state, _ = led(ranks, sharded, ALGORITHM, begin)
     if ranks.rank == 0:
-        state, _ = led(ALONE, False, ALGORITHM, partial(go_on, state, 2, 4))
+        state, _ = led(SINGLE_PROCESS, False, ALGORITHM, partial(go_on, state, 2, 4))
     _, parts = led(ranks, sharded, ALGORITHM, partial(go_on, state, 4, STEPS))
     return float((parameters(parts.learner) - parameters(alone.learner)).abs().max())
 
@@ -309,7 +309,7 @@ def of_rank_0(ranks: Ranks, sharded: bool) -> float:
         total, terms = learner.total(batch, keep), learner.gradient(batch, keep)
         return torch.cat([*shown, total.view(1), terms.objective.view(1)])
 
-    wanted, _ = led(ALONE, False, ALGORITHM, look)
+    wanted, _ = led(SINGLE_PROCESS, False, ALGORITHM, look)
     found, _ = led(ranks, sharded, ALGORITHM, look)
     return 0.0 if found is None else float((found - wanted).abs().max())
 

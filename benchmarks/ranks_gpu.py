@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ascent.core.types import Rollouts, to_batch
 from ascent.distributed.rank_group import RankGroup
-from ascent.distributed.ranks import ALONE
+from ascent.distributed.ranks import SINGLE_PROCESS
 from ascent.training.fsdp import _full
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers import Answer, in_turns, middle, raw
@@ -67,7 +67,7 @@ def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, floa
 
 def side_of(work: Work, name: str, group: RankGroup, **more: Any) -> Ours:
     how = {} if name == "plain" else {"ranks.shard": name}
-    return Ours(work, how | more, ALONE if name == "plain" else group)
+    return Ours(work, how | more, SINGLE_PROCESS if name == "plain" else group)
 
 
 def let_go(side: Ours) -> None:

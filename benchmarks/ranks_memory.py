@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ascent.distributed.rank_group import RankGroup
-from ascent.rollout.rank_leader import follow
+from ascent.rollout.rank_leader import run_follower
 from ascent.workflows.planning.cost_model import OneCard
 from ascent.workflows.planning.gpus import CARDS
 from ascent.workflows.planning.model_shapes import shape_of
@@ -88,7 +88,7 @@ def work(rank: int, size: int, port: int, folder: Path) -> None:
         side = Ours(Work(**task), settings, ranks)
         learner: Any = getattr(side.parts.learner, "inner", side.parts.learner)
         if rank:
-            follow(side.parts, ranks)
+            run_follower(side.parts, ranks)
         else:
             side()
             ranks.tell("", "end")

@@ -32,7 +32,7 @@ from ascent.core.types import Batch
 from ascent.models import CausalLM, LanguageModel
 from ascent.training.language_learner import LanguageLearner
 from ascent.training.micro_batches import bytes_per_token, head_bytes, update_operations
-from ascent.training.packing import parts_of
+from ascent.training.packing import split_batch
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_model
 
@@ -108,7 +108,7 @@ def edge(learner: LanguageLearner, limit: int) -> list[dict[str, Any]]:
         taken = torch.empty(int(CACHES * torch.cuda.mem_get_info()[0]), dtype=torch.uint8, device="cuda")
     for name, lengths in mixtures(plan.tokens, limit).items():
         batch = batch_of(lm, lengths)
-        parts = list(parts_of(batch, plan.tokens, lm.shares, plan.repeat, plan.padded))
+        parts = list(split_batch(batch, plan.tokens, lm.shares, plan.repeat, plan.padded))
         most = max(_cost(part, plan.repeat) for part in parts)
         foreseen = int(most * bytes_per_token(lm, plan.tight(int(most)))) + head_bytes(lm)
         if on_card:

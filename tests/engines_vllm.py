@@ -28,8 +28,8 @@ import torch
 from ascent.core.errors import RunError
 from ascent.core.protocols import RolloutRequest
 from ascent.core.types import Prompts, Rollouts
-from ascent.distributed.ranks import CLUSTER
-from ascent.inference.remote.remote_engine import ServedSampler
+from ascent.distributed.ranks import CLUSTER_VARIABLE
+from ascent.inference.remote.remote_engine import RemoteEngine
 from ascent.inference.remote.weight_files import checkpoint_tensors
 from ascent.models import CausalLM
 from ascent.workflows.loaded_policy import model_policy
@@ -57,7 +57,7 @@ class Served:
             for p in self.lm.model.parameters():  # log-probs of ordinary size, so that rounding is too
                 p.mul_(0.4 if p.dim() > 1 else 1.0)
         self.log = folder / "engine" / "vllm.log"
-        self.sampler = ServedSampler(policy, self.lm, 40, 512, 0.7, torch.Generator().manual_seed(1))
+        self.sampler = RemoteEngine(policy, self.lm, 40, 512, 0.7, torch.Generator().manual_seed(1))
         self.sampler.folder = folder / "engine"
         self.sampler.load({}, 0)
 
@@ -166,7 +166,7 @@ def test_a_relay_beside_the_engine_takes_weights_and_hands_on_responses(
         policy = CausalLM(
             str(served.model), device="cpu", engine="vllm", engine_url=(relay.url,), engine_key_env="A_KEY"
         )
-        sampler = ServedSampler(policy, lm, 40, 512, 0.7, torch.Generator().manual_seed(1))
+        sampler = RemoteEngine(policy, lm, 40, 512, 0.7, torch.Generator().manual_seed(1))
         sampler.load({}, version)
         rollouts = sampler.generate(served.prompts(), 2, seed=version, limit=16)
         sampler.close()
@@ -178,7 +178,7 @@ def test_a_relay_beside_the_engine_takes_weights_and_hands_on_responses(
 def test_a_server_of_another_model_is_trouble_and_stays_usable(served: Served, tmp_path: Path) -> None:
     other = write_tiny(tmp_path / "other", hidden_size=64, head_dim=16)
     policy = CausalLM(str(other), device="cpu", engine="vllm", engine_url=(served.url,), engine_deadline=60.0)
-    sampler = ServedSampler(policy, policy.load(), 40, 512, 0.7, torch.Generator())
+    sampler = RemoteEngine(policy, policy.load(), 40, 512, 0.7, torch.Generator())
     with pytest.raises(RunError, match=r"lost 4 times in a row|Does the server serve this model"):
         sampler.load({}, 0)
     sampler.close()
@@ -334,7 +334,7 @@ def test_smollm2_takes_two_steps_by_the_command_of_the_docs(tmp_path: Path) -> N
 
 def test_a_replica_of_a_cluster_draws_with_a_vllm_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_tiny(tmp_path / "model", hidden_size=128, head_dim=32)
-    monkeypatch.setenv(CLUSTER, "nowhere run")
+    monkeypatch.setenv(CLUSTER_VARIABLE, "nowhere run")
     settings = {"engine": "vllm", "engine.python": str(ENVIRONMENT), "steps": 2, "max_mismatch": 1e-3}
     try:
         run, _ = trained(tmp_path / "run", crew := Local(1), monkeypatch, model=str(model), **settings)

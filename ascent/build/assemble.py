@@ -14,7 +14,7 @@ from ascent.build.reward_loading import bind_task, check_rewards
 from ascent.core.config import Config
 from ascent.core.protocols import Learner, Sampler
 from ascent.core.types import Streams
-from ascent.distributed.ranks import ALONE, Ranks
+from ascent.distributed.ranks import SINGLE_PROCESS, Ranks
 from ascent.runs import checkpoint
 from ascent.runs.held_out import Evaluate, Keep, offline_evaluator, sample_evaluator
 from ascent.runs.run_reader import init_folder
@@ -73,7 +73,9 @@ class Parts:
             part.close()
 
 
-def assemble(config: Config, groups: Collection[str] = (), kept: Path | None = None, ranks: Ranks = ALONE) -> Parts:
+def assemble(
+    config: Config, groups: Collection[str] = (), kept: Path | None = None, ranks: Ranks = SINGLE_PROCESS
+) -> Parts:
     """The parts of a config.
 
     `groups`: what a checkpoint will fill in; of --init only the reference is then needed, and only if it is not among

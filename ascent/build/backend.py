@@ -19,7 +19,7 @@ from ascent.core.errors import ConfigError
 from ascent.core.menu import name_of
 from ascent.core.protocols import Learner, Sampler, Task
 from ascent.core.types import Prompts, Rollouts, Streams
-from ascent.distributed.ranks import ALONE, Ranks, in_cluster
+from ascent.distributed.ranks import SINGLE_PROCESS, Ranks, in_ray_cluster
 from ascent.inference.occupancy import Timeline
 
 Params = dict[str, Tensor]
@@ -150,7 +150,7 @@ class Backend(ABC):
 
     def check_ranks(self, config: Config, size: int) -> None:
         """Refuse what this backend cannot do on a group of this many ranks; 0: there is no group."""
-        if config.ahead and size and not in_cluster():
+        if config.ahead and size and not in_ray_cluster():
             raise ConfigError(
                 f"--ahead {config.ahead} under torchrun: how far sampling gets ahead would depend on the number of "
                 "ranks, and so would the numbers of the run. Leave --ahead out, or start it by `ascent cluster`"
@@ -179,7 +179,7 @@ class Backend(ABC):
         return configs
 
     @abstractmethod
-    def learner(self, config: Config, model: Any, streams: Streams, ranks: Ranks = ALONE) -> Learner: ...
+    def learner(self, config: Config, model: Any, streams: Streams, ranks: Ranks = SINGLE_PROCESS) -> Learner: ...
 
     @abstractmethod
     def sampler(self, config: Config, model: Any, generator: torch.Generator) -> Sampler: ...

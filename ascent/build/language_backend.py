@@ -29,14 +29,14 @@ from ascent.core.protocols import Learner, Sampler
 from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Prompts, Streams
 from ascent.core.update import Adam
-from ascent.distributed.ranks import ALONE, Ranks, in_cluster, launched
+from ascent.distributed.ranks import SINGLE_PROCESS, Ranks, in_ray_cluster, is_torchrun_process
 from ascent.inference.continuous_batching import PolledSampler
 from ascent.inference.engine import LanguageSampler
 from ascent.inference.occupancy import Timeline
-from ascent.inference.remote.adapters import dialect_of
+from ascent.inference.remote.adapters import get_adapter
 from ascent.inference.remote.relay_client import read_key
-from ascent.inference.remote.remote_engine import ServedSampler
-from ascent.inference.remote.remote_requests import VisitedServers
+from ascent.inference.remote.remote_engine import RemoteEngine
+from ascent.inference.remote.request_forwarder import RemoteConversationEngine
 from ascent.inference.stop_strings import Stops
 from ascent.models.causal_lm import GIVEN, LanguageModel, is_mixed, pick_device
 from ascent.rewards.grading import rate_responses, self_test
@@ -46,7 +46,7 @@ from ascent.sandbox.sandboxed_reward import check_walls
 from ascent.tasks.reward_sources import FUNCTIONS
 from ascent.training.fsdp import ShardedLearner
 from ascent.training.language_learner import LanguageCritic, LanguageLearner, load_params
-from ascent.training.micro_batches import CROWDED, SHARE, always_bytes, state_bytes
+from ascent.training.micro_batches import ACTIVATION_FRACTION, COMPACT_THRESHOLD, state_bytes, static_bytes
 
 LEARNED = {"rewards": LanguageRewardModel, "steps": LanguageProcessReward}
 """What a loss trains, where that is not a policy."""
@@ -107,7 +107,7 @@ class LanguageBackend(Backend):
             )
 
     def check_ranks(self, config: Config, size: int) -> None:
-        if size and config.policy.engine != "local" and not in_cluster():
+        if size and config.policy.engine != "local" and not in_ray_cluster():
             raise ConfigError(f"--engine {config.policy.engine} under torchrun was never tried: set --engine local")
         if size and ":" in config.policy.device:
             raise ConfigError(
@@ -129,7 +129,7 @@ class LanguageBackend(Backend):
     ) -> tuple[LanguageModel, tuple[str, ...]]:
         """A reward head is added after the start from a policy, and before the start from another reward model."""
         lm, why = _loaded(config, fresh)
-        trained = lm.device.type == "cuda" or (lm.model.dtype == torch.float32 and not launched())
+        trained = lm.device.type == "cuda" or (lm.model.dtype == torch.float32 and not is_torchrun_process())
         notes = why + _check_sharing(lm, config, fused=trained and not config.algorithm.update.whole)
         trains, rated = config.algorithm.loss.trains, start is not None and f"{HEAD}.weight" in start.params
         if trains in LEARNED and rated:
@@ -158,7 +158,7 @@ class LanguageBackend(Backend):
         plain = {name: replace(configs[name].policy, dtype="bfloat16") for name in narrow}
         return {n: replace(config, policy=plain.get(n, config.policy)) for n, config in configs.items()}
 
-    def learner(self, config: Config, model: LanguageModel, streams: Streams, ranks: Ranks = ALONE) -> Learner:
+    def learner(self, config: Config, model: LanguageModel, streams: Streams, ranks: Ranks = SINGLE_PROCESS) -> Learner:
         algorithm, memory = config.algorithm, (config.micro_batch, config.policy.checkpointing)
         choice, kept, outputs = algorithm.critic, algorithm.reference.kept, algorithm.outputs
         learner: LanguageLearner
@@ -177,14 +177,14 @@ class LanguageBackend(Backend):
 
     def sampler(self, config: Config, model: LanguageModel, generator: torch.Generator) -> Any:
         """The engine's, if the run has one; the first load of weights starts it. In a cluster replicas have it."""
-        local = config.policy.engine == "local" or in_cluster()
+        local = config.policy.engine == "local" or in_ray_cluster()
         return (self.local_sampler if local else self.served_sampler)(config, model, generator)
 
-    def served_sampler(self, config: Config, model: LanguageModel, generator: torch.Generator) -> ServedSampler:
+    def served_sampler(self, config: Config, model: LanguageModel, generator: torch.Generator) -> RemoteEngine:
         task = config.task
         stops = Stops(task.stop, model.tokenizer, model.vocab) if task.stop else None
         longest, most = task.max_prompt + task.room, task.max_tokens if task.plays else 0
-        kind = VisitedServers if task.agent else ServedSampler
+        kind = RemoteConversationEngine if task.agent else RemoteEngine
         return kind(config.policy, model, task.room, longest, config.temperature, generator, stops, most)
 
     def local_sampler(self, config: Config, model: LanguageModel, generator: torch.Generator) -> LanguageSampler:
@@ -310,7 +310,7 @@ class LanguageBackend(Backend):
             raise ConfigError(f"--max-context {context}: the model has {room} positions, and a turn takes two or more")
         if config.policy.engine != "local":
             check_temperature(config)
-            served = ServedSampler(config.policy, policy, context, context, config.temperature, torch.Generator())
+            served = RemoteEngine(config.policy, policy, context, context, config.temperature, torch.Generator())
             return served
         prove(policy, context, config.policy.share_prompts)
         support = SamplingParams(config.top_k, config.top_p, config.min_p)
@@ -369,7 +369,7 @@ def _positions(lm: LanguageModel) -> int | None:
 
 def check_engine(config: Config) -> None:
     """Refuse what a serving engine cannot do, or cannot say what it did."""
-    engine, dialect = f"--engine {config.policy.engine}", dialect_of(config.policy.engine)
+    engine, dialect = f"--engine {config.policy.engine}", get_adapter(config.policy.engine)
     if config.policy.engine_key_env or config.policy.engine_key_file:
         read_key(config.policy.engine_key_env, config.policy.engine_key_file, "--engine.")
     check_temperature(config)
@@ -383,7 +383,7 @@ def check_engine(config: Config) -> None:
 
 
 def check_temperature(config: Config) -> None:
-    engine, coldest = config.policy.engine, dialect_of(config.policy.engine).coldest
+    engine, coldest = config.policy.engine, get_adapter(config.policy.engine).coldest
     if config.temperature < coldest:
         raise ConfigError(
             f"--temperature {config.temperature:g} with --engine {engine}: it draws from another distribution below "
@@ -433,13 +433,13 @@ def never_in_shards(config: Config) -> str | None:
 
 def in_shards(config: Config, lm: LanguageModel, ranks: Ranks) -> bool:
     """Is the trained state spread over the ranks? By itself only where a GPU could not hold all of it."""
-    if ranks is ALONE or config.ranks.shard == "replicate":
+    if ranks is SINGLE_PROCESS or config.ranks.shard == "replicate":
         return False
     if config.ranks.shard == "shard":
         return True
     if ranks.size == 1 or lm.device.type != "cuda" or never_in_shards(config) is not None:
         return False
-    return state_bytes(lm) > SHARE * lm.gpu_memory
+    return state_bytes(lm) > ACTIVATION_FRACTION * lm.gpu_memory
 
 
 def in_bfloat16(config: Config, lm: LanguageModel, critic: Any, ranks: Ranks) -> bool:
@@ -453,5 +453,5 @@ def in_bfloat16(config: Config, lm: LanguageModel, critic: Any, ranks: Ranks) ->
         )
     if asked != "auto" or not able or lm.device.type != "cuda":
         return able and asked == "bfloat16"
-    taken = always_bytes(lm, config.algorithm.reference.kept, critic)
-    return taken > CROWDED * lm.gpu_memory
+    taken = static_bytes(lm, config.algorithm.reference.kept, critic)
+    return taken > COMPACT_THRESHOLD * lm.gpu_memory

@@ -16,7 +16,7 @@ from ascent.core.config import Config
 from ascent.core.types import Rollouts
 from ascent.models.causal_lm import LanguageModel
 from ascent.models.packed_attention import ours, send
-from ascent.training.packing import Forward, States, after_actions, last_states, spread
+from ascent.training.packing import ForwardModule, States, last_states, scatter_tokens, states_after_actions
 
 HEAD = "rating"
 """The head's name in the model, and so in checkpoints."""
@@ -40,21 +40,23 @@ def add_head(lm: LanguageModel, bias: bool = False) -> LanguageModel:
 
 
 def response_scores(
-    lm: LanguageModel, batch: Rollouts, forward: Forward | None = None
+    lm: LanguageModel, batch: Rollouts, forward: ForwardModule | None = None
 ) -> Float[Tensor, "prompt sample 1"]:
     """What the head gives the state behind the last token of each response."""
     return _ratings(lm, batch, last_states(batch), forward).view(*batch.mask.shape[:2], 1)
 
 
 def step_scores(
-    lm: LanguageModel, batch: Rollouts, forward: Forward | None = None
+    lm: LanguageModel, batch: Rollouts, forward: ForwardModule | None = None
 ) -> Float[Tensor, "prompt sample token"]:
     """What the head gives the state that each action leads to; 0 at other tokens."""
-    states = after_actions(batch)
-    return spread(_ratings(lm, batch, states, forward), send(states, batch.mask.device))[..., 1:]
+    states = states_after_actions(batch)
+    return scatter_tokens(_ratings(lm, batch, states, forward), send(states, batch.mask.device))[..., 1:]
 
 
-def _ratings(lm: LanguageModel, batch: Rollouts, states: States, forward: Forward | None) -> Float[Tensor, "asked"]:
+def _ratings(
+    lm: LanguageModel, batch: Rollouts, states: States, forward: ForwardModule | None
+) -> Float[Tensor, "asked"]:
     """The rating head's number at each of these states, in float32 or better. `forward`: a learner's passes."""
 
     def read(_: object, hidden: Tensor) -> Tensor:
@@ -63,7 +65,7 @@ def _ratings(lm: LanguageModel, batch: Rollouts, states: States, forward: Forwar
         bias = None if head.bias is None else head.bias.to(exact)
         return F.linear(hidden.to(exact), head.weight.to(exact), bias).squeeze(-1)
 
-    return (forward or Forward(lm))(batch, read, states)
+    return (forward or ForwardModule(lm))(batch, read, states)
 
 
 class LanguageRewardModel(LearnedReward):

@@ -11,15 +11,15 @@ from ascent.build.backends import backend_of
 from ascent.core.config import Config
 from ascent.core.errors import ConfigError
 from ascent.distributed.rank_group import RankGroup, join_ranks
-from ascent.distributed.ranks import group_size
+from ascent.distributed.ranks import training_world_size
 from ascent.models.causal_lm import GIVEN, pick_device
-from ascent.rollout.rank_leader import follow, share_out
+from ascent.rollout.rank_leader import run_follower, wrap_for_ranks
 from ascent.rollout.ray_replicas import join_cluster
 
 
 def assemble_ranks(config: Config, groups: Collection[str] = (), kept: Path | None = None) -> Parts:
     """The parts of a run, as rank 0 has them. Another rank works for it until the run ends, and then exits."""
-    size = group_size(config.ranks.shard)
+    size = training_world_size(config.ranks.shard)
     backend_of(config).check_ranks(config, size)
     ranks = join_ranks(config.ranks.deadline, pick_device(getattr(config.policy, "device", "cpu")).type, size)
     if not isinstance(ranks, RankGroup):
@@ -29,11 +29,11 @@ def assemble_ranks(config: Config, groups: Collection[str] = (), kept: Path | No
         refuse_other(said, launch_settings(config), ranks.rank)
         parts = assemble(config, groups, kept, ranks)
         check_same(parts.policy, ranks)
-        share_out(parts, ranks)
+        wrap_for_ranks(parts, ranks)
     if ranks.rank == 0:
         return join_cluster(parts)
     try:
-        follow(parts, ranks)
+        run_follower(parts, ranks)
     finally:
         ranks.close()
         parts.close()

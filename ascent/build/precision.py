@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ascent.core.config import Config
 from ascent.core.update import Adam
-from ascent.distributed.ranks import in_cluster, launched
+from ascent.distributed.ranks import in_ray_cluster, is_torchrun_process
 from ascent.models.causal_lm import GIVEN, LanguageModel, pick_device
-from ascent.training.micro_batches import CROWDED, always_bytes
+from ascent.training.micro_batches import COMPACT_THRESHOLD, static_bytes
 
 MARGIN = 2
 """The largest activation of a probe, times this, has to fit into the range of float16: a run moves them a little."""
@@ -36,7 +36,7 @@ def why_not_float16(config: Config) -> str | None:
         "gradients are scaled for Adam": not isinstance(algorithm.update, Adam),
         "bfloat16 state is for parameters in bfloat16": policy.optimizer_state == "bfloat16",
         "an engine has the precision that it was started with": policy.engine != "local",
-        "it was not measured on several ranks": launched() or in_cluster(),
+        "it was not measured on several ranks": is_torchrun_process() or in_ray_cluster(),
     }
     return next((why for why, holds in reasons.items() if holds), None) or _why_not_here(pick_device(policy.device))
 
@@ -50,7 +50,10 @@ def _why_not_here(device: torch.device) -> str | None:
 
 def precision_of(config: Config, lm: LanguageModel) -> tuple[str, str | None]:
     """What a run computes in whose model was loaded in float16; and why, where it is something else."""
-    if lm.device.type == "cuda" and always_bytes(lm, config.algorithm.reference.kept, None) > CROWDED * lm.gpu_memory:
+    if (
+        lm.device.type == "cuda"
+        and static_bytes(lm, config.algorithm.reference.kept, None) > COMPACT_THRESHOLD * lm.gpu_memory
+    ):
         return "auto", "bfloat16 state, which fits the GPU, is for parameters in bfloat16"
     largest, most = largest_activation(lm), torch.finfo(torch.float16).max / MARGIN
     if largest < most:

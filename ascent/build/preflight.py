@@ -49,7 +49,7 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
     model, kept = lm.config, config.algorithm.reference.kept
     every, count = list(lm.model.parameters()), sum(p.numel() for p in lm.trained().values())
     size = every[0].element_size()
-    names, spread = ("num_hidden_layers", "hidden_size", "num_attention_heads"), learner.spread
+    names, spread = ("num_hidden_layers", "hidden_size", "num_attention_heads"), learner.num_shards
     layers, width, heads = (getattr(model, name, 1) for name in names)
     channel = getattr(model, "head_dim", None) or width // heads
     shared = getattr(model, "num_key_value_heads", None) or heads
@@ -145,10 +145,10 @@ def report_update(config: Config, learner: LanguageLearner, report: Report) -> N
         report.lines.append(
             f"           a response of more than {plan.tokens:,} tokens, its prompt counted, computes its layers twice"
         )
-        if longest > plan.checkpointed:
+        if longest > plan.checkpointed_tokens:
             report.warnings.append(
-                f"a response at the limits takes {longest:,} tokens in training, and about {plan.checkpointed:,} fit: "
-                "lower --max-tokens or --max-prompt, or set --policy.lora 16"
+                f"a response at the limits takes {longest:,} tokens in training, and about "
+                f"{plan.checkpointed_tokens:,} fit: lower --max-tokens or --max-prompt, or set --policy.lora 16"
             )
 
 

@@ -14,7 +14,7 @@ from ascent.core.errors import ConfigError
 from ascent.core.menu import hyperparameters, name_of
 from ascent.core.protocols import Learner, Sampler
 from ascent.core.types import Prompts, Streams
-from ascent.distributed.ranks import ALONE, Ranks
+from ascent.distributed.ranks import SINGLE_PROCESS, Ranks
 from ascent.models.small_policies import Policy, ValueFunction, draw_next
 from ascent.rewards.small_task import BoundSmallTask, SmallOfflineTask
 from ascent.rollout.conversations import play_small
@@ -67,7 +67,7 @@ class SmallBackend(Backend):
                 ) from None
         return policy, ()
 
-    def learner(self, config: Config, model: Any, streams: Streams, ranks: Ranks = ALONE) -> Learner:
+    def learner(self, config: Config, model: Any, streams: Streams, ranks: Ranks = SINGLE_PROCESS) -> Learner:
         algorithm = config.algorithm
         choice, kept, outputs = algorithm.critic, algorithm.reference.kept, algorithm.outputs
         critic = config.policy.critic(model, choice.shared, streams.critic) if choice.on else None

@@ -61,7 +61,7 @@ class ClusterCommand(Command):
         return command
 
     def check_training(self, verb: str, rest: list[str]) -> None:
-        from ascent.rollout.replica_sampler import check_cluster
+        from ascent.rollout.replica_engine import check_cluster
 
         check_counts(1, learners=self.learners, samplers=self.samplers)
         check_counts(0, restarts=self.restarts)

@@ -8,9 +8,9 @@ from typing import Literal
 
 from ascent.cli.flags import Command
 from ascent.core.errors import ConfigError
-from ascent.inference.remote.adapters import dialect_of
+from ascent.inference.remote.adapters import get_adapter
 from ascent.inference.remote.relay_client import read_key
-from ascent.inference.remote.server_client import Client
+from ascent.inference.remote.server_client import ServerClient
 
 
 @dataclass
@@ -59,7 +59,7 @@ class EngineCommand(Command):
                 "--tls-key, or listen on 127.0.0.1 behind a tunnel (ssh -L) or a proxy that has a certificate"
             )
         key = read_key(self.key_env, self.key_file)
-        client = Client(self.url, dialect_of(self.engine), self.rows, self.deadline)
+        client = ServerClient(self.url, get_adapter(self.engine), self.rows, self.deadline)
         relay = Relay(client, key, self.limit * 2**30)
         server, listening = relay_server(relay, self.host, self.port, self.tls_cert, self.tls_key)
         where = f"{'https' if self.tls_cert else 'http'}://{self.host}:{listening.getsockname()[1]}"

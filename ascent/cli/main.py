@@ -16,7 +16,7 @@ from ascent.api import interruptible
 from ascent.cli.flags import Command
 from ascent.core.errors import ConfigError, RunError
 from ascent.core.menu import nearest
-from ascent.distributed.ranks import rank_here, size_here
+from ascent.distributed.ranks import torchrun_rank, torchrun_world_size
 from ascent.runs import trust
 from ascent.runs.display.terminal import printable
 
@@ -76,7 +76,7 @@ def _execute(args: list[str]) -> int:
 def _command(name: str) -> type[Command]:
     if name not in commands():
         raise ConfigError(f"{name}: no such command.{nearest(name, commands())} `ascent --help` lists them")
-    if size_here() > 1 and not commands()[name].ranks:
+    if torchrun_world_size() > 1 and not commands()[name].ranks:
         several = " and ".join(command for command, cls in commands().items() if cls.ranks)
         raise ConfigError(
             f"ascent {name} is work for one process: start it without torchrun. With it there are {several}"
@@ -89,7 +89,7 @@ def tell(words: str) -> None:
 
     Of several ranks rank 0 says it, which torchrun may have ended by then: so does the one that it is about.
     """
-    if rank_here() and not any(f"rank {rank} of " in words for rank in (0, rank_here())):
+    if torchrun_rank() and not any(f"rank {rank} of " in words for rank in (0, torchrun_rank())):
         return
     print(printable(words), file=sys.stderr)
 
@@ -100,7 +100,7 @@ def guarded(work: Callable[[], int]) -> int:
     SIGTERM and a closed terminal interrupt it as Ctrl-C does. torchrun's ranks die of them, also while they wait in C.
     """
     try:
-        with nullcontext() if size_here() > 1 else interruptible(SimpleNamespace(stop=True)):
+        with nullcontext() if torchrun_world_size() > 1 else interruptible(SimpleNamespace(stop=True)):
             status = work()
         sys.stdout.flush()
         return status

@@ -16,7 +16,7 @@ from ascent.build.trained_run import Run
 from ascent.cli.flags import Command, TrainOptions, parse_train, take
 from ascent.core.config import Config
 from ascent.core.errors import ConfigError
-from ascent.distributed.ranks import launch_here, rank_here, restarted
+from ascent.distributed.ranks import torchrun_id, torchrun_rank, was_restarted
 from ascent.explain.explain import formula, objective_in_words
 from ascent.runs.display.notebook import for_stream
 from ascent.runs.display.plots import plot_runs
@@ -85,16 +85,16 @@ class ResumeCommand(Command):
 
 def run_training(config: Config, options: TrainOptions, then: Callable[[Run], None] | None = None) -> int | None:
     """Train, and `then` do something with the finished run; the exit status, where it is not 0."""
-    if options.out is not None and restarted() and (options.out / "run.json").exists():
+    if options.out is not None and was_restarted() and (options.out / "run.json").exists():
         begun = Run(options.out)
-        if begun.info.get("launch") == launch_here():
+        if begun.info.get("launch") == torchrun_id():
             recognize(options.out, config)
             return report_end(resume(options.out), then)
     if not options.dry_run:
         return report_end(start(config, options.out, for_stream(), options.preflight), then)
     folder = options.out or default_folder(config)
     check_new_folder(folder)
-    if rank_here():
+    if torchrun_rank():
         return None
     with closing(assemble(config)) as parts:
         print(plan(parts.config, folder))

@@ -33,7 +33,7 @@ BROKEN = ("gloo", "nccl", "connection", "timed out", "timeout", "peer", "socket"
 """Words of an error that comes from the connection to other ranks."""
 
 
-class SignsOfLife:
+class Heartbeat:
     """The signs of life of all ranks, and what is known of a failure."""
 
     def __init__(self, store: Any, rank: int, size: int, deadline: float):

@@ -15,7 +15,7 @@ CLEAN_UP = "2"
 """NCCL gives up the group of a member that is gone, and not the whole process, which is what it does by default."""
 
 
-def group_over(store: Any, rank: int, size: int, backend: str, wait: timedelta, host: str) -> Any:
+def make_process_group(store: Any, rank: int, size: int, backend: str, wait: timedelta, host: str) -> Any:
     """Those who meet at this store, by gloo or NCCL. `host`: the address of this machine that gloo listens at."""
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()

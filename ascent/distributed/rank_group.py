@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ascent.core.errors import ConfigError, RunError
-from ascent.distributed.heartbeat import SignsOfLife
-from ascent.distributed.ranks import ALONE, Ranks
+from ascent.distributed.heartbeat import Heartbeat
+from ascent.distributed.ranks import SINGLE_PROCESS, Ranks
 
 BUCKET = 2**24
 """Numbers that are summed at once."""
@@ -33,7 +33,7 @@ JOINED: list[Ranks] = []
 def join_ranks(deadline: float, device: str, size: int) -> Ranks:
     """The ranks that this process belongs to; alone, if there is no group."""
     if not size:
-        return ALONE
+        return SINGLE_PROCESS
     if JOINED:
         raise ConfigError(
             "a second run in one launch: the other ranks ended with the first. Start each run by a torchrun"
@@ -55,7 +55,7 @@ class RankGroup(Ranks):
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the store of the ones before
         own, wait = dist.PrefixStore(f"group/{attempt}", store), timedelta(seconds=deadline)
         watched: Any = dist.PrefixStore(f"watch/{attempt}", store)
-        self.watch = SignsOfLife(watched.clone(), self.rank, self.size, deadline)
+        self.watch = Heartbeat(watched.clone(), self.rank, self.size, deadline)
         with self._together():
             dist.init_process_group(backend, store=own, rank=self.rank, world_size=self.size, timeout=wait)
             self._orders = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE))

@@ -15,42 +15,42 @@ from torch import Tensor
 
 from ascent.core.types import Batch, Terms
 
-CLUSTER = "ASCENT_CLUSTER"
+CLUSTER_VARIABLE = "ASCENT_CLUSTER"
 """The environment variable that names the Ray cluster and the run that a rank belongs to."""
 
 
-def in_cluster() -> bool:
+def in_ray_cluster() -> bool:
     """Has `ascent cluster` started this process?"""
-    return CLUSTER in os.environ
+    return CLUSTER_VARIABLE in os.environ
 
 
-def launched() -> bool:
+def is_torchrun_process() -> bool:
     """Has torchrun started this process?"""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
-def rank_here() -> int:
-    return int(os.environ["RANK"]) if launched() else 0
+def torchrun_rank() -> int:
+    return int(os.environ["RANK"]) if is_torchrun_process() else 0
 
 
-def size_here() -> int:
-    return int(os.environ["WORLD_SIZE"]) if launched() else 1
+def torchrun_world_size() -> int:
+    return int(os.environ["WORLD_SIZE"]) if is_torchrun_process() else 1
 
 
-def group_size(shard: str) -> int:
+def training_world_size(shard: str) -> int:
     """How many ranks train together here. One process is a group if torchrun started it and it was told how: else 0."""
-    return size_here() if launched() and (size_here() > 1 or shard != "auto") else 0
+    return torchrun_world_size() if is_torchrun_process() and (torchrun_world_size() > 1 or shard != "auto") else 0
 
 
-def launch_here() -> str:
+def torchrun_id() -> str:
     """The name of the launch that this process belongs to; nothing, if nobody gave it one of its own."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return "" if name == "none" else name
 
 
-def restarted() -> bool:
+def was_restarted() -> bool:
     """Has torchrun started this process in the place of one that failed (--max-restarts)?"""
-    return launched() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return is_torchrun_process() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 class Ranks:
@@ -117,10 +117,10 @@ class Ranks:
         self.sum([p.grad for p in moved if p.grad is not None])
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = Ranks()
 
 
-class Accompanied(Ranks):
+class RankZeroOnly(Ranks):
     """Rank 0 computes a whole batch. The others have none of it, and only meet it where the model is in shards."""
 
     def __init__(self, inner: Ranks):

@@ -17,7 +17,7 @@ from ascent.distributed.weight_transfer import receive_weights
 PROBE = 4
 """Tokens that a replica draws greedily after each load, to be compared with the learner's own copy."""
 
-RECORDS = "replicas.jsonl"
+REPLICA_LOG = "replicas.jsonl"
 """What every replica did, version by version, and who was lost, in the folder of the engine's logs."""
 
 
@@ -55,7 +55,7 @@ class Replica:
         for sampler in {id(one): one for one in (self.own, self.sampler)}.values():
             sampler.load({}, version)
         self.version = version
-        return self.own.draw(probe_prompts(lm.vocab), 1, None, PROBE)
+        return self.own.draw(make_probe_prompts(lm.vocab), 1, None, PROBE)
 
     def draw(self, version: int, prompts: Prompts, samples: int, seeds: Tensor | None, limit: int | None) -> Rollouts:
         self._stay()
@@ -84,5 +84,5 @@ class Replica:
         }
 
 
-def probe_prompts(vocab: int) -> Prompts:
+def make_probe_prompts(vocab: int) -> Prompts:
     return Prompts.of(torch.arange(8)[None] % vocab)

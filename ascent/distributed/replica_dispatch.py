@@ -75,7 +75,7 @@ class Work(NamedTuple):
 
 
 @dataclass(eq=False)
-class ReplicaMember:
+class ReplicaState:
     """A replica as it is known here."""
 
     name: str
@@ -95,7 +95,7 @@ class ReplicaMember:
     lost: int = 0
 
 
-class Dispatcher:
+class ReplicaDispatcher:
     """`check`: refuses what a replica answers to a version's probe, beside what is expected. `note`: keeps a record."""
 
     def __init__(
@@ -109,7 +109,7 @@ class Dispatcher:
     ):
         """`engine`: seconds that the server of a replica may take to start."""
         self.crew, self.config, self.deadline, self.check, self.note = crew, config, deadline, check, note
-        self.members = {name: ReplicaMember(name) for name in crew.names()}
+        self.members = {name: ReplicaState(name) for name in crew.names()}
         self._first, self._left, self._engine = len(self.members), set[str](), engine
         self._weights: dict[int, tuple[Any, Rollouts]] = {}
         """By version: the weights, and the right answer to the probe."""
@@ -179,7 +179,7 @@ class Dispatcher:
         self._weights = {old: sent for old, sent in self._weights.items() if old in needed} | {version: weights}
         self._write(version, waited)
         for name in set(self.crew.names()) - self.members.keys() - self._left:
-            self.members[name] = ReplicaMember(name, away=time.monotonic())
+            self.members[name] = ReplicaState(name, away=time.monotonic())
             self._begin(self.members[name], -1, None, self.crew.begin(name, "about"))
 
     def _give_out(self) -> None:
@@ -198,11 +198,11 @@ class Dispatcher:
                 call = self.crew.load(member.name, self._weights[version][0], version, self.config)
                 self._begin(member, version, None, call)
 
-    def _begin(self, member: ReplicaMember, version: int, chunk: Chunk | None, call: Future[Any]) -> None:
+    def _begin(self, member: ReplicaState, version: int, chunk: Chunk | None, call: Future[Any]) -> None:
         member.work = Work(call, time.monotonic(), version, chunk)
         call.add_done_callback(lambda done: self._events.put(partial(self._take, member, done)))
 
-    def _take(self, member: ReplicaMember, call: Future[Any]) -> None:
+    def _take(self, member: ReplicaState, call: Future[Any]) -> None:
         """A call is over: keep what it gave, or have it done by another."""
         work = member.work
         if work is None or work.call is not call:  # it came too late
@@ -245,7 +245,7 @@ class Dispatcher:
                 member.late, member.work = True, work._replace(begun=now)
                 self.crew.restart(member.name)
 
-    def _lose(self, member: ReplicaMember, work: Work, error: ReplicaLostError) -> None:
+    def _lose(self, member: ReplicaState, work: Work, error: ReplicaLostError) -> None:
         """It starts again without weights; one that does not come back in time is left out."""
         now = time.monotonic()
         if work.chunk is not None:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ascent.distributed.process_group import group_over
+from ascent.distributed.process_group import make_process_group
 from ascent.distributed.replica_errors import ReplicaUnreachableError
 
 PIECE = 2**24
@@ -37,7 +37,7 @@ TRIES = 2
 """How often in a row a replica that lives may not be reached before it gets its weights in another way."""
 
 
-class WeightPiece(NamedTuple):
+class WeightBucket(NamedTuple):
     """Parameters of one type, one after the other in a flat tensor."""
 
     dtype: torch.dtype
@@ -54,11 +54,11 @@ class WeightPiece(NamedTuple):
         return sum(shape.numel() for _, shape in self.parts)
 
 
-class Snapshot:
+class WeightSnapshot:
     """The trained parameters of one version in the host's memory, whatever the learner does with its own."""
 
     def __init__(self, params: dict[str, Tensor]):
-        self.pieces: list[WeightPiece] = []
+        self.pieces: list[WeightBucket] = []
         self.flat: list[Tensor] = []
         self.stored: Any = None
         """A reference to these parameters in the object store, if anybody needed it."""
@@ -67,7 +67,7 @@ class Snapshot:
             kinds[tensor.dtype].append(name)
         for dtype, names in kinds.items():
             for chosen in _pieces(names, params):
-                self.pieces.append(WeightPiece(dtype, tuple((name, params[name].shape) for name in chosen)))
+                self.pieces.append(WeightBucket(dtype, tuple((name, params[name].shape) for name in chosen)))
                 self.flat.append(torch.cat([params[name].detach().reshape(-1) for name in chosen]).cpu())
 
     def params(self) -> dict[str, Tensor]:
@@ -86,7 +86,7 @@ def _pieces(names: list[str], params: dict[str, Tensor]) -> Iterator[list[str]]:
     yield chosen
 
 
-class Offer(NamedTuple):
+class TransferOffer(NamedTuple):
     """Where a replica gets its weights."""
 
     host: str
@@ -97,7 +97,7 @@ class Offer(NamedTuple):
     """Rank 0's, if it has one: NCCL needs another."""
     seconds: float
     """That the transfer of a piece may take."""
-    pieces: list[WeightPiece]
+    pieces: list[WeightBucket]
 
 
 class WeightSender:
@@ -114,18 +114,18 @@ class WeightSender:
         self.missed: dict[str, int] = defaultdict(int)
         """How often in a row a replica was not reached."""
 
-    def offer(self, weights: Snapshot) -> Offer:
+    def offer(self, weights: WeightSnapshot) -> TransferOffer:
         self.count += 1
         key = f"{self.run}/{self.count}"
-        return Offer(self.host, self.port, key, gpu_name(self.device), self.deadline, weights.pieces)
+        return TransferOffer(self.host, self.port, key, gpu_name(self.device), self.deadline, weights.pieces)
 
-    def begin(self, offer: Offer, weights: Snapshot, call: Future[Any]) -> threading.Thread:
+    def begin(self, offer: TransferOffer, weights: WeightSnapshot, call: Future[Any]) -> threading.Thread:
         """Send them as soon as the replica is there. `call`: what the replica does meanwhile."""
         thread = threading.Thread(target=self._send, args=(offer, weights, call), name="ascent-weights", daemon=True)
         thread.start()
         return thread
 
-    def _send(self, offer: Offer, weights: Snapshot, call: Future[Any]) -> None:
+    def _send(self, offer: TransferOffer, weights: WeightSnapshot, call: Future[Any]) -> None:
         try:
             store = dist.PrefixStore(offer.key, self.store.clone())  # a wait of one thread would hold up all others
             while not store.check(["ready"]):
@@ -135,7 +135,7 @@ class WeightSender:
             backend = store.get("ready").decode()
             if backend == "nccl":
                 torch.cuda.set_device(self.device)
-            group = group_over(store, 0, 2, backend, _patience(backend, self.deadline), self.host)
+            group = make_process_group(store, 0, 2, backend, _patience(backend, self.deadline), self.host)
             for flat in weights.flat:
                 own = flat.to(self.device) if backend == "nccl" else flat
                 group.send([own.view(torch.uint8)], 1, 0).wait(timedelta(seconds=self.deadline))
@@ -160,7 +160,7 @@ def say_stored(name: str, why: str) -> None:
     sys.stderr.write(f"ascent: weights go to {name} through Ray's object store ({why})\n")
 
 
-def receive_weights(offer: Offer, device: torch.device, host: str) -> Iterator[dict[str, Tensor]]:
+def receive_weights(offer: TransferOffer, device: torch.device, host: str) -> Iterator[dict[str, Tensor]]:
     """The replica's side: the parameters, piece by piece. `host`: the address of its machine."""
     other_gpu = device.type == "cuda" and offer.gpu not in ("", gpu_name(device))
     backend, seconds = "nccl" if other_gpu else "gloo", timedelta(seconds=offer.seconds)
@@ -170,7 +170,7 @@ def receive_weights(offer: Offer, device: torch.device, host: str) -> Iterator[d
         wait = timedelta(seconds=JOIN)
         store = dist.PrefixStore(offer.key, dist.TCPStore(offer.host, offer.port, None, False, wait))
         store.set("ready", backend)
-        group = group_over(store, 1, 2, backend, _patience(backend, offer.seconds), host)
+        group = make_process_group(store, 1, 2, backend, _patience(backend, offer.seconds), host)
         for piece in offer.pieces:
             flat = torch.empty(piece.numbers, dtype=piece.dtype, device=device if other_gpu else "cpu")
             group.recv([flat.view(torch.uint8)], 0, 0).wait(seconds)

@@ -1,4 +1,4 @@
-"""The kernels of learning/compact.py in Triton; `StateFormulas` there says what they compute."""
+"""The kernels of learning/compact.py in Triton; `ReferenceOps` there says what they compute."""
 
 # mypy: disallow-untyped-defs=False, disallow-any-generics=False
 from __future__ import annotations

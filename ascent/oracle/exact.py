@@ -23,7 +23,7 @@ from ascent.core.types import Batch, Outputs, Prompts, Rollouts, Scores, Space, 
 from ascent.core.update import Adam
 from ascent.models.small_policies import Policy
 from ascent.rollout.small_sampler import SmallSampler
-from ascent.training.small_learner import SmallLearner, chosen, log_probs
+from ascent.training.small_learner import SmallLearner, action_logprobs, log_probs
 
 MOST_RESPONSES = 50_000
 """Maximum number of responses to one prompt."""
@@ -181,7 +181,7 @@ def reward_table(task: EnumerableTask, prompt: Int[Tensor, "prompt position"]) -
 
 def probability(policy: Policy, rollouts: Rollouts) -> Float[Tensor, "prompt sample"]:
     """π(y) of whole responses, at the rollouts' temperature; differentiable."""
-    return chosen(log_probs(policy, rollouts), rollouts).sum(-1).exp()
+    return action_logprobs(log_probs(policy, rollouts), rollouts).sum(-1).exp()
 
 
 @torch.no_grad()
@@ -231,8 +231,8 @@ class Table:
             prompts = Prompts(prompt.unsqueeze(0), torch.tensor([problem]))
             rollouts, self.chance = every_episode(task, prompts, temperature)
         with torch.no_grad():
-            logp_sampler = chosen(log_probs(self.sampler, rollouts), rollouts)
-            logp_old = chosen(log_probs(self.old, rollouts), rollouts)
+            logp_sampler = action_logprobs(log_probs(self.sampler, rollouts), rollouts)
+            logp_old = action_logprobs(log_probs(self.old, rollouts), rollouts)
         scores = _scored(task, rollouts)
         self.batch = to_batch(
             rollouts,

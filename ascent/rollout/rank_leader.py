@@ -1,7 +1,7 @@
 """Rank 0 leads and the others follow: the loop runs on rank 0 alone, and knows nothing of ranks.
 
 Its learner and its sampler are wrapped here. Whatever the loop asks of them, the wrapper first orders of every other
-rank, and then does its own part. The others repeat what they are told until they are told to end: `follow`.
+rank, and then does its own part. The others repeat what they are told until they are told to end: `run_follower`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from ascent.core.protocols import Objective, PendingRollout, TakeStep, UpdateResult, ValueLoss
 from ascent.core.types import Batch, Prompts, Rollouts, Terms, join
 from ascent.distributed.rank_group import RankGroup
-from ascent.distributed.ranks import ALONE
+from ascent.distributed.ranks import SINGLE_PROCESS
 from ascent.ops.token_sampling import response_seeds
-from ascent.rollout.delegating_sampler import WrappedSampler
-from ascent.training.compact_adamw import widened
+from ascent.rollout.delegating_engine import DelegatingEngine
+from ascent.training.compact_adamw import to_float32_state
 
 
-class LeadingLearner:
+class RankZeroLearner:
     """The learner of rank 0. Of the run's own objective, update and value loss every rank has its own copy."""
 
     def __init__(self, inner: Any, ranks: RankGroup):
@@ -60,8 +60,8 @@ class LeadingLearner:
         if not self.inner.alone:
             with self.ranks.work():
                 self.ranks.tell("learner", "accompanied", name, sent(mini.share(slice(0, 0))))
-                return self.inner.accompanied(name, mini, objective)
-        self.inner.ranks = ALONE
+                return self.inner.on_rank_zero(name, mini, objective)
+        self.inner.ranks = SINGLE_PROCESS
         try:
             return getattr(self.inner, name)(mini, objective)
         finally:
@@ -79,7 +79,7 @@ class LeadingLearner:
 
     def restore(self, state: dict[str, dict[str, Tensor]]) -> None:
         with self.ranks.work():
-            state = widened(state, list(self.inner.params()))  # packed bits cannot be cut into shards
+            state = to_float32_state(state, list(self.inner.params()))  # packed bits cannot be cut into shards
             self.ranks.tell("learner", "restore")
             self.ranks.broadcast_groups(state)
             self.inner.restore(state)
@@ -89,7 +89,7 @@ class LeadingLearner:
         self.ranks.close()
 
 
-class RankedSampler(WrappedSampler):
+class RankedEngine(DelegatingEngine):
     """Every rank draws the responses to its share of the prompts. Seeds belong to responses: who draws is no matter.
 
     A conversation is played on rank 0 alone, where its environment is; so is everything without such seeds drawn
@@ -149,20 +149,20 @@ def sent(batch: Batch) -> Batch:
     return replace(batch, notes=None, errors=(), measures=None, measured=())
 
 
-def share_out(parts: Any, ranks: RankGroup) -> None:
+def wrap_for_ranks(parts: Any, ranks: RankGroup) -> None:
     """The parts of a run on one of its ranks, before it leads or follows."""
     learner, drawn = parts.learner, parts.judged[1] if parts.judged else None
-    ranked = RankedSampler(drawn or parts.sampler, ranks, learner, drawn is not None and parts.backend.seeded)
+    ranked = RankedEngine(drawn or parts.sampler, ranks, learner, drawn is not None and parts.backend.seeded)
     if parts.judged:
         parts.judged = parts.judged[0], ranked
     offline = drawn is not None and parts.sampler is not drawn
-    parts.sampler = RankedSampler(parts.sampler, ranks, learner, False) if offline else ranked
+    parts.sampler = RankedEngine(parts.sampler, ranks, learner, False) if offline else ranked
     if ranks.rank == 0:
-        parts.learner = LeadingLearner(learner, ranks)
+        parts.learner = RankZeroLearner(learner, ranks)
         parts.notes += (f"{ranks.size} ranks: {learner.placement}",)
 
 
-def follow(parts: Any, ranks: RankGroup) -> None:
+def run_follower(parts: Any, ranks: RankGroup) -> None:
     """Do what rank 0 orders until it ends the run. It alone hears of Ctrl-C, and decides what is saved."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ascent.core.errors import ConfigError, RunError
-from ascent.distributed.ranks import CLUSTER, in_cluster
+from ascent.distributed.ranks import CLUSTER_VARIABLE, in_ray_cluster
 from ascent.distributed.replica_errors import ReplicaLostError
-from ascent.distributed.weight_transfer import Snapshot, WeightSender, say_stored
+from ascent.distributed.weight_transfer import WeightSender, WeightSnapshot, say_stored
 from ascent.inference.remote.server_process import START
-from ascent.rollout.replica_sampler import ClusterSampler, check_cluster
+from ascent.rollout.replica_engine import ReplicaEngine, check_cluster
 
 
-def ray_here() -> Any:
+def import_ray() -> Any:
     try:
         import ray
     except ImportError:
@@ -29,7 +29,7 @@ class RayReplicas:
     """The samplers of a run, by the names under which its cluster knows them. `device`: where rank 0 has the policy."""
 
     def __init__(self, run: str, device: torch.device, deadline: float):
-        self.ray, self.run = ray_here(), run
+        self.ray, self.run = import_ray(), run
         self.actors: dict[str, Any] = {}
         self.sender: WeightSender | None = None
         try:
@@ -38,12 +38,12 @@ class RayReplicas:
             say_stored("all samplers", f"rank 0 cannot listen for them: {error}")
 
     def names(self) -> list[str]:
-        return sampler_names(self.ray, self.run)
+        return replica_names(self.ray, self.run)
 
-    def put(self, params: dict[str, Tensor]) -> Snapshot:
-        return Snapshot(params)
+    def put(self, params: dict[str, Tensor]) -> WeightSnapshot:
+        return WeightSnapshot(params)
 
-    def load(self, name: str, weights: Snapshot, version: int, config: dict[str, Any]) -> Future[Any]:
+    def load(self, name: str, weights: WeightSnapshot, version: int, config: dict[str, Any]) -> Future[Any]:
         sender = self.sender
         if sender is None or not sender.reaches(name):
             weights.stored = weights.stored or self.ray.put(weights.params())
@@ -79,17 +79,17 @@ class RayReplicas:
         self.ray.kill(self.actors[name], no_restart=False)
 
 
-def sampler_names(ray: Any, run: str) -> list[str]:
+def replica_names(ray: Any, run: str) -> list[str]:
     named = ray.util.list_named_actors(all_namespaces=True)
     return sorted(a["name"] for a in named if a["namespace"] == run and a["name"].startswith("sampler"))
 
 
-def crew_here(device: torch.device, deadline: float) -> RayReplicas | None:
+def cluster_replicas(device: torch.device, deadline: float) -> RayReplicas | None:
     """The samplers of the run that this learner belongs to; None: it is not part of a cluster."""
-    if not in_cluster():
+    if not in_ray_cluster():
         return None
-    address, run = os.environ[CLUSTER].split(" ")
-    ray = ray_here()
+    address, run = os.environ[CLUSTER_VARIABLE].split(" ")
+    ray = import_ray()
     if not ray.is_initialized():
         ray.init(address=address, namespace=run, log_to_driver=False, logging_level="error")
     return RayReplicas(run, device, deadline)
@@ -98,13 +98,13 @@ def crew_here(device: torch.device, deadline: float) -> RayReplicas | None:
 def join_cluster(parts: Any) -> Any:
     """The parts of a run on its first rank: where it is part of a cluster, replicas draw for it."""
     config, own = parts.config, getattr(parts.sampler, "inner", parts.sampler)
-    crew = crew_here(getattr(parts.policy, "device", torch.device("cpu")), config.ranks.deadline)
+    crew = cluster_replicas(getattr(parts.policy, "device", torch.device("cpu")), config.ranks.deadline)
     if crew is None:
         return parts
     check_cluster(config)
     count, engine = len(crew.names()), getattr(config.policy, "engine", "local")
     slow = None if engine == "local" else START
-    parts.sampler = ClusterSampler(parts.sampler, own, crew, config.to_dict(), config.ranks.deadline, slow)
+    parts.sampler = ReplicaEngine(parts.sampler, own, crew, config.to_dict(), config.ranks.deadline, slow)
     parts.judged = parts.judged[0], parts.sampler
     with_engine = "" if engine == "local" else f", each with {engine}"
     parts.notes += (f"{count} {'samplers draw' if count > 1 else 'sampler draws'} on the cluster{with_engine}",)

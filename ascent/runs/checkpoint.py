@@ -18,7 +18,7 @@ from ascent.core.errors import ConfigError
 from ascent.runs.sharded_reader import read_parts
 from ascent.runs.untrusted_files import READ_ERRORS as ODD
 from ascent.runs.untrusted_files import numbered_files, open_regular, parse_json, read_regular
-from ascent.training.sharded_checkpoint import PARTS, RankParts
+from ascent.training.sharded_checkpoint import SHARD_FILES, ShardedWrite
 
 Groups = dict[str, dict[str, Tensor]]
 START = "start"
@@ -41,7 +41,7 @@ def aside_of(final: Path) -> Path:
 
 def save(
     folder: Path, step: int, groups: Groups, state: dict[str, Any], keep: int, best: int | None = None,
-    parts: RankParts | None = None,
+    parts: ShardedWrite | None = None,
 ) -> None:  # fmt: skip
     """Write `folder/step_000100`, and drop all but the newest `keep` and that of the step `best`."""
     write_whole(step_folder(folder, step), groups, state, {"step": step}, parts)
@@ -51,7 +51,7 @@ def save(
 
 
 def write_whole(
-    final: Path, groups: Groups, state: dict[str, Any], about: dict[str, Any], parts: RankParts | None = None
+    final: Path, groups: Groups, state: dict[str, Any], about: dict[str, Any], parts: ShardedWrite | None = None
 ) -> None:
     """A folder with these groups of tensors and a state.json, whose manifest has checksums: all of it, or nothing.
 
@@ -83,7 +83,7 @@ def write_whole(
 def read_whole(path: Path) -> tuple[Groups, dict[str, Any]]:
     """What `write_whole` has written; UNREADABLE errors where something of it is not as it was."""
     about = _verify(path)
-    groups = {p.stem: load_file(p) for p in path.glob("*.safetensors") if not p.match(PARTS)}
+    groups = {p.stem: load_file(p) for p in path.glob("*.safetensors") if not p.match(SHARD_FILES)}
     if "narrow" in about:
         groups |= read_parts(path, about["narrow"])
     return groups, parse_json(read_regular(path / "state.json"))
@@ -107,7 +107,7 @@ def keep_start(source: Path, folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     checkpointed = (source / "manifest.json").exists()
-    files = [path.name for path in source.glob(PARTS)] or ["params.safetensors"]
+    files = [path.name for path in source.glob(SHARD_FILES)] or ["params.safetensors"]
     for name in [*files, *["manifest.json"][:checkpointed]]:
         with suppress(OSError):
             if checkpointed:
@@ -164,7 +164,7 @@ def params(path: Path) -> dict[str, Tensor]:
         if file.exists():
             _verify(path, file.name)
             return load_file(file)
-        about = _verify(path, *(part.name for part in path.glob(PARTS)))
+        about = _verify(path, *(part.name for part in path.glob(SHARD_FILES)))
         return read_parts(path, about["narrow"], ("params", "wide"))["params"]
     except READ_ERRORS as error:
         raise ConfigError(f"{path}: its parameters cannot be read: {error}") from None

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ascent.distributed.replica import RECORDS
+from ascent.distributed.replica import REPLICA_LOG
 from ascent.runs.untrusted_files import finite_number, parse_json, read_regular
 
 COLUMNS = ("name", "state", "version", "tokens", "rate", "idle", "loading", "lost")
@@ -62,7 +62,7 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
     """The lines that are as Ascent writes them; whatever else is there is left out."""
     lines = []
     try:
-        data = read_regular(folder / "engine" / RECORDS, MOST)
+        data = read_regular(folder / "engine" / REPLICA_LOG, MOST)
     except OSError:
         return []
     for text in data.split(b"\n")[:-1]:

@@ -18,7 +18,7 @@ from ascent.runs.trust import DESCRIPTION, check_trust
 from ascent.runs.untrusted_files import finite_number, naming_file, read_json, read_lines, read_metrics
 from ascent.settings import config_from, name_given
 from ascent.tasks.python_objects import match_objects, renamed
-from ascent.training.sharded_checkpoint import PARTS
+from ascent.training.sharded_checkpoint import SHARD_FILES
 
 
 class RunRecord:
@@ -189,7 +189,7 @@ def init_folder(init: str | Path) -> Path:
         if not RunRecord(folder).checkpoints:
             raise ConfigError(f"--init {init}: that run has no checkpoint yet")
         folder = RunRecord(folder).checkpoints[-1]
-    if not (folder / "params.safetensors").exists() and not any(folder.glob(PARTS)):
+    if not (folder / "params.safetensors").exists() and not any(folder.glob(SHARD_FILES)):
         raise ConfigError(f"--init {init}: neither a run nor a folder with params.safetensors")
     return folder.resolve()
 

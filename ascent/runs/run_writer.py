@@ -29,8 +29,8 @@ from ascent.runs.rollout_files import Pieces
 from ascent.runs.run_folder import JSONL_FILES, RunFolder, mark_nonfinite, unlinked
 from ascent.runs.trackers.tracker_threads import Trackers
 from ascent.runs.untrusted_files import read_lines, read_metrics
-from ascent.training.async_checkpoint import Saver, on_host
-from ascent.training.sharded_checkpoint import PARTS
+from ascent.training.async_checkpoint import BackgroundWriter, copy_to_host
+from ascent.training.sharded_checkpoint import SHARD_FILES
 
 CLIPS = ("clip_ratio/low_mean", "clip_ratio/high_mean")
 """On every line of updates.jsonl where the loss clips."""
@@ -67,7 +67,7 @@ class RunWriter:
         """The last known value of every metric."""
         self.newest: tuple[dict[str, Any], Batch] | None = None
         """The metrics and the batch of the last step."""
-        self.saver = Saver()
+        self.saver = BackgroundWriter()
         self._answers: tuple[Task, Batch] | None = None
         self._beat = time.monotonic()
 
@@ -186,7 +186,7 @@ class RunWriter:
         if ahead:
             groups["ahead"], saved["ahead"] = take_apart(ahead)
         best = self.best_step[0] if self.best_step is not None and self.config.keep_best else None
-        groups, apart = on_host(groups)
+        groups, apart = copy_to_host(groups)
         saved = json.loads(json.dumps(saved))  # as the rest: what it is now
         save = partial(checkpoint.save, folder, step, groups, saved, self.config.keep, best, parts)
         self.saver.begin(save, partial(self._saved, step, best))
@@ -213,7 +213,7 @@ class RunWriter:
     def _needs_start(self) -> bool:
         """Before the first checkpoint; afterwards for the reference, if a checkpoint does not hold it."""
         saved = checkpoint.complete(self.folder.path / "checkpoints")
-        held = all((path / "reference.safetensors").exists() or any(path.glob(PARTS)) for path in saved)
+        held = all((path / "reference.safetensors").exists() or any(path.glob(SHARD_FILES)) for path in saved)
         return not saved or (self.config.algorithm.reference.kept and not held)
 
     def dump(self, step: int, batch: Batch) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 from ascent.core.config import Config
 from ascent.core.errors import ConfigError
-from ascent.distributed.ranks import rank_here, size_here
+from ascent.distributed.ranks import torchrun_rank, torchrun_world_size
 from ascent.models.causal_lm import KEPT_MODEL
 from ascent.processes.user_code import CODE, read_code
 from ascent.processes.user_state import state_folder
@@ -152,9 +152,9 @@ def check_trust(folder: Path, settings: Mapping[str, Any], recorded: Any = None,
     was = recorded if isinstance(recorded, Mapping) else {}
     changed = [path for path in used.values() if path and was.get(str(path), _hash(path)) != _hash(path)]
     lines = [*used, *(f"{path} has changed since the run was made" for path in changed)]
-    where = f"rank {rank_here()} of {size_here()}: {folder}" if rank_here() else f"{folder}"
+    where = f"rank {torchrun_rank()} of {torchrun_world_size()}: {folder}" if torchrun_rank() else f"{folder}"
     about = f"{where}: this run is not known here, and its settings use more than plain data:\n  " + "\n  ".join(lines)
-    if asking and size_here() == 1 and sys.stdin.isatty() and sys.stderr.isatty():
+    if asking and torchrun_world_size() == 1 and sys.stdin.isatty() and sys.stderr.isatty():
         sys.stderr.write(printable(f"{about}\nLook at it. Use all of it, now and later? [y/N] "))
         sys.stderr.flush()
         if sys.stdin.readline().strip().lower() in ("y", "yes"):

@@ -25,10 +25,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ascent.core.errors import RunError
-from ascent.inference.remote.engine_adapter import EngineRequest, EngineResponse, Serving
-from ascent.inference.remote.relay_client import ABOUT, GENERATE, GREET, LOAD, WEIGHTS
-from ascent.inference.remote.server_client import Client, ServerLostError
-from ascent.inference.remote.weight_files import Manifest, weights_folder
+from ascent.inference.remote.engine_adapter import EngineRequest, EngineResponse, ServerConfig
+from ascent.inference.remote.relay_client import ABOUT_PATH, CHECK_PATH, GENERATE_PATH, LOAD_PATH, WEIGHTS_PATH
+from ascent.inference.remote.server_client import ServerClient, ServerLostError
+from ascent.inference.remote.weight_files import WeightManifest, weights_folder
 from ascent.server.connections import Connection, bind, configure
 
 MOST_WORDS = 64 * 2**20
@@ -69,17 +69,17 @@ class RelayConnection(Connection):
 class Relay:
     """The application, for one engine. `limit`: the most bytes of weights."""
 
-    def __init__(self, client: Client, key: str, limit: int):
+    def __init__(self, client: ServerClient, key: str, limit: int):
         self.client, self.limit, self._key = client, limit, key.encode()
         self._upload: Upload | None = None
         self._busy = asyncio.Lock()
         self._routes: dict[tuple[str, str], Callable[[Request], Awaitable[Any]]] = {
             ("GET", "/health"): self._health,
-            ("GET", ABOUT): self._about,
-            ("POST", GREET): self._greet,
-            ("POST", GENERATE): self._generate,
-            ("PUT", WEIGHTS): self._take,
-            ("POST", LOAD): self._load,
+            ("GET", ABOUT_PATH): self._about,
+            ("POST", CHECK_PATH): self._greet,
+            ("POST", GENERATE_PATH): self._generate,
+            ("PUT", WEIGHTS_PATH): self._take,
+            ("POST", LOAD_PATH): self._load,
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,7 +123,7 @@ class Relay:
 
     async def _greet(self, asked: Request) -> Any:
         with _reading():
-            serving = Serving(**await _json(asked))
+            serving = ServerConfig(**await _json(asked))
             serving = serving._replace(length=int(serving.length), rows=int(serving.rows))
         await self.client.greet(serving)
         return {}
@@ -216,7 +216,7 @@ class Relay:
             if upload is None or body.get("upload") != upload.name:
                 raise RelayError(409, "these weights have not arrived, or others have since")
             try:
-                await self.client.load(Manifest(upload.path, tensors), version)
+                await self.client.load(WeightManifest(upload.path, tensors), version)
             finally:
                 self._forget()
         return {}

@@ -10,11 +10,11 @@ from pathlib import Path
 from torch import Tensor
 
 Groups = dict[str, dict[str, Tensor]]
-SHARE = 0.5
+MAX_COPY_FRACTION = 0.5
 """Of the host's free memory, what a copy may take. A larger state is written before training goes on."""
 
 
-class Saver:
+class BackgroundWriter:
     """Writes one thing at a time in the background. What went wrong is told to whoever asks: `wait`, `poll`."""
 
     def __init__(self) -> None:
@@ -55,12 +55,15 @@ class Saver:
 def _nothing() -> None: ...
 
 
-def on_host(groups: Groups) -> tuple[Groups, bool]:
+def copy_to_host(groups: Groups) -> tuple[Groups, bool]:
     """Copies of these tensors that training does not change; or themselves and False, if there is no memory for them.
 
     Each original is let go as soon as it is copied.
     """
-    if sum(t.numel() * t.element_size() for own in groups.values() for t in own.values()) > SHARE * free_memory():
+    if (
+        sum(t.numel() * t.element_size() for own in groups.values() for t in own.values())
+        > MAX_COPY_FRACTION * free_memory()
+    ):
         return groups, False
     return {
         group: {name: own.pop(name).to("cpu", copy=True) for name in list(own)} for group, own in groups.items()

@@ -23,7 +23,7 @@ from torch.func import functional_call
 from ascent.models.packed_attention import Group, Packed, Spans
 from ascent.ops.cuda_graphs import Graphs, power_above, size_above, size_step
 
-SHARE = 1 / 16
+MAX_CAPTURE_FRACTION = 1 / 16
 """Of a GPU's memory, what sums and the largest captured row may take."""
 SIZES = 16
 """Sizes that are captured, at most."""
@@ -123,7 +123,7 @@ class CapturedRow:
         self.forward()
 
 
-class EarlyPass(NamedTuple):
+class EarlyForward(NamedTuple):
     """A forward pass that was computed before it was asked for: its row, its tokens, and which parameters it had."""
 
     row: CapturedRow
@@ -171,7 +171,7 @@ class Captured:
         self.rows: dict[Size, CapturedRow] = {}
         self.used: Counter[Size] = Counter()
         self.places: list[int] = []
-        self.begun: EarlyPass | None = None
+        self.begun: EarlyForward | None = None
         self.why_not: str | None = None
         """What went wrong with a capture; then there is none."""
 
@@ -183,7 +183,7 @@ class Captured:
             row = self.rows[size]
             row.load(padded(ids, positions, groups, size))
             row.pass_forward(self.embedding(row.ids[None]))
-            self.begun = EarlyPass(row, ids, positions, groups, self._versions())
+            self.begun = EarlyForward(row, ids, positions, groups, self._versions())
 
     def _begun(self, ids: Tensor, positions: Tensor, groups: Sequence[Group]) -> CapturedRow | None:
         """The row whose forward pass was computed last, if it holds these tokens and the parameters are the same."""
@@ -241,6 +241,9 @@ class Captured:
 
 
 def captured_tokens(memory: int, stepped: Sequence[Tensor], per_token: int) -> int:
-    """How many tokens a captured row may have on a card: sums and what autograd keeps of it take `SHARE` of it."""
+    """Return how many tokens a captured row may have, by `MAX_CAPTURE_FRACTION` of the GPU memory.
+
+    Gradient sums and the activations that autograd keeps count.
+    """
     sums = sum(p.numel() * p.element_size() for p in stepped)
-    return max(0, int(SHARE * memory - sums)) // per_token
+    return max(0, int(MAX_CAPTURE_FRACTION * memory - sums)) // per_token

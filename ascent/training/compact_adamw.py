@@ -7,7 +7,7 @@
 A parameter is its master rounded to nearest, ties away from 0: ties to even would give two masters the same parameter
 and the same low bits. A step is AdamW's in float32, on the master and on moments that are rounded only when they are
 put away. Random bits are a hash of the seed, the parameter's place, its step and the position in it, so a resumed run
-draws the same ones and none are stored. `StateFormulas` is what the kernels compute, and what runs without Triton.
+draws the same ones and none are stored. `ReferenceOps` is what the kernels compute, and what runs without Triton.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ascent.core.errors import ConfigError
 from ascent.ops import load_kernels
 
 CHUNK = 2**22
-"""Numbers that `StateFormulas` work on at a time, because they need many times the memory of these."""
+"""Numbers that `ReferenceOps` work on at a time, because they need many times the memory of these."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASK, FIRST, SECOND = 2**32 - 1, 0x7FEB352D, 0x846CA68B
 Keys = tuple[int, int]
@@ -47,7 +47,7 @@ def join_master(high: Tensor, low: Tensor) -> Tensor:
     return (high.view(torch.int16).int() * 2**16 + low.int()).view(torch.float32)
 
 
-def keys_of(seed: int, *numbers: int) -> Keys:
+def random_keys(seed: int, *numbers: int) -> Keys:
     """The stream of these numbers. (Steele, Lea and Flood 2014: splitmix64's mixing, once for each.)"""
     x = seed
     for number in numbers:
@@ -66,7 +66,7 @@ def random_bits(keys: Keys, start: int, count: int, device: torch.device) -> Ten
     return x ^ x >> 16
 
 
-def round_at_random(x: Tensor, random: Tensor) -> Tensor:
+def stochastic_round(x: Tensor, random: Tensor) -> Tensor:
     """float32 to one of its two neighbours in bfloat16, with 16 random bits: to the nearer one more often."""
     bits = (x.view(torch.int32) + random.int()) >> 16
     return torch.where(x.isnan(), 0x7FC0, bits).short().view(torch.bfloat16)
@@ -85,7 +85,7 @@ def adamw(master: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor], step: in
     )  # fmt: skip
 
 
-class StateFormulas:
+class ReferenceOps:
     """What the kernels compute, in plain torch. All tensors are flat."""
 
     @staticmethod
@@ -94,7 +94,7 @@ class StateFormulas:
         for at in range(0, len(total), CHUNK):
             here = slice(at, at + CHUNK)
             both = total[here].float() + grad[here]
-            total[here] = round_at_random(both, random_bits(keys, at, len(both), total.device) & 0xFFFF)
+            total[here] = stochastic_round(both, random_bits(keys, at, len(both), total.device) & 0xFFFF)
 
     @staticmethod
     def step(
@@ -107,7 +107,10 @@ class StateFormulas:
             adamw(master, grad[here].float() * scale, moments, step, group)
             random = random_bits(keys, at, len(master), p.device)
             p[here], low[here] = split_master(master)
-            m[here], v[here] = round_at_random(moments[0], random & 0xFFFF), round_at_random(moments[1], random >> 16)
+            m[here], v[here] = (
+                stochastic_round(moments[0], random & 0xFFFF),
+                stochastic_round(moments[1], random >> 16),
+            )
 
 
 class CompactAdamW(torch.optim.Optimizer):
@@ -123,7 +126,7 @@ class CompactAdamW(torch.optim.Optimizer):
         super().__init__(parameters, made.defaults)
         self.seed = seed
         self.scaled: Tensor | None = None
-        self.ops: Any = ops or (load_kernels("triton_adamw") if parameters[0].is_cuda else None) or StateFormulas
+        self.ops: Any = ops or (load_kernels("triton_adamw") if parameters[0].is_cuda else None) or ReferenceOps
         with torch.no_grad():
             for p, master in zip_longest(parameters, masters):
                 if p.dtype == torch.bfloat16:  # only that has the upper half of the bits of float32
@@ -157,7 +160,7 @@ class CompactAdamW(torch.optim.Optimizer):
             kept["step"] = torch.tensor(float(step))
             if "low" in kept:
                 flat = [x.detach().view(-1) for x in (p, kept["low"], *(kept[name] for name in MOMENTS), p.grad)]
-                self.ops.step(*flat, scale, keys_of(self.seed, place, step, 0), step, group)
+                self.ops.step(*flat, scale, random_keys(self.seed, place, step, 0), step, group)
             else:
                 adamw(p.detach(), p.grad * scale, (kept[MOMENTS[0]], kept[MOMENTS[1]]), step, group)
 
@@ -165,7 +168,7 @@ class CompactAdamW(torch.optim.Optimizer):
         return int(self.state[p].get("step", 0))
 
     @contextmanager
-    def summing(self) -> Iterator[None]:
+    def accumulating(self) -> Iterator[None]:
         """Inside, gradients of bfloat16 parameters are summed here; at the end they are the parameters' own."""
         own = [(place, p) for place, p in enumerate(self.param_groups[0]["params"]) if "low" in self.state[p]]
         totals: dict[int, Tensor] = {}
@@ -178,7 +181,7 @@ class CompactAdamW(torch.optim.Optimizer):
                 totals[place] = grad
                 return
             added[place] = added.get(place, 0) + 1
-            keys = keys_of(self.seed, place, self._steps(p) + 1, added[place])
+            keys = random_keys(self.seed, place, self._steps(p) + 1, added[place])
             self.ops.add(totals[place].view(-1), grad.view(-1), keys)
 
         hooks = [p.register_post_accumulate_grad_hook(partial(add, place)) for place, p in own]
@@ -194,7 +197,7 @@ class CompactAdamW(torch.optim.Optimizer):
 # ---- checkpoints: both forms are read --------------------------------------------------------------
 
 
-def widened(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
+def to_float32_state(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
     """A checkpoint of this form in the form of float32 state: the same numbers."""
     kept, params = state["optimizer"], state["params"]
     if not any(name.endswith(".low") for name in kept):
@@ -206,7 +209,7 @@ def widened(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
     return state | {"wide": wide, "optimizer": {name: value.float() for name, value in others.items()}}
 
 
-def compacted(state: dict[str, Any], names: list[str], optimizer: CompactAdamW) -> dict[str, Any]:
+def to_compact_state(state: dict[str, Any], names: list[str], optimizer: CompactAdamW) -> dict[str, Any]:
     """A checkpoint in this form, with every tensor as large as its parameter. Of float32 state moments are rounded."""
     kept, params = dict(state["optimizer"]), dict(state["params"])
     wide = not any(name.endswith(".low") for name in kept)

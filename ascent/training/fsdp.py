@@ -24,17 +24,23 @@ from ascent.core.protocols import Objective, TakeStep, UpdateResult, ValueLoss
 from ascent.core.types import Batch, Outputs, Rollouts, Terms
 from ascent.core.update import Update, global_norm
 from ascent.distributed.rank_group import sum_buckets
-from ascent.distributed.ranks import Accompanied, Ranks
+from ascent.distributed.ranks import Ranks, RankZeroOnly
 from ascent.models.causal_lm import LanguageModel
 from ascent.models.fused_layers import fuse
 from ascent.models.lm_head import Head
 from ascent.models.packed_attention import send
-from ascent.training.compact_adamw import widened
-from ascent.training.language_learner import LanguageCritic, LanguageLearner, check_params, finest, layers_of
+from ascent.training.compact_adamw import to_float32_state
+from ascent.training.language_learner import (
+    LanguageCritic,
+    LanguageLearner,
+    check_params,
+    checkpointable_layers,
+    most_precise,
+)
 from ascent.training.learner import check_restored
-from ascent.training.micro_batches import critic_bytes, plan_of, state_bytes
-from ascent.training.packing import Forward, before_actions, last_states, place, spread
-from ascent.training.sharded_checkpoint import PartWriter, RankParts
+from ascent.training.micro_batches import critic_bytes, plan_micro_batches, state_bytes
+from ascent.training.packing import ForwardModule, action_states, last_states, place, scatter_tokens
+from ascent.training.sharded_checkpoint import ShardedWrite, ShardWriter
 
 Groups = dict[str, dict[str, Tensor]]
 ADAPTER = "lora_"
@@ -45,7 +51,7 @@ SPARE = 0.1
 """Of a GPU's memory: what parameters in float32 may take to stay there, in their own type, until the backward pass."""
 
 
-class ShardedForward(Forward):
+class ShardedForward(ForwardModule):
     """Every forward pass, in shards.
 
     FSDP2 holds on to a module's own parameters, so others in their place would not be seen: the current policy would
@@ -127,11 +133,11 @@ class ShardedCritic(LanguageCritic):
     """A critic whose own backbone is in shards as the policy's is, or which reads the policy's. Its head is whole."""
 
     def __init__(self, whole: LanguageModel, shared: bool, size: int):
-        source = LayerSource(whole)
+        source = HollowModel(whole)
         super().__init__(whole, shared, source.hollow)
         self._policy: list[Any] = []
         if self.own is not None:
-            cut_layers(self.own, layers_of(self.own), source, whole.model.dtype, size)
+            cut_layers(self.own, checkpointable_layers(self.own), source, whole.model.dtype, size)
             self.working = self.stepped = [p for p in self.own.parameters() if p.requires_grad]
 
     def follow(self, forward: ShardedForward) -> None:
@@ -142,9 +148,9 @@ class ShardedCritic(LanguageCritic):
     def forward(self, batch: Rollouts) -> Float[Tensor, "prompt sample state"]:
         if self.own is not None:
             return super().forward(batch)
-        states = before_actions(batch) | last_states(batch)
+        states = action_states(batch) | last_states(batch)
         hidden = self._policy[0](batch, lambda _, hidden: hidden, states)
-        return spread(self.read(hidden), send(states, batch.mask.device))
+        return scatter_tokens(self.read(hidden), send(states, batch.mask.device))
 
 
 class Moved:
@@ -215,7 +221,7 @@ class ShardedLearner(LanguageLearner):
         if critic is not None:
             critic.follow(forward)
         super().__init__(forward._lm[0], update, reference, outputs, 1, checkpointing, critic, step)
-        self.ranks, self.spread = ranks, ranks.size
+        self.ranks, self.num_shards = ranks, ranks.size
         self._moved = Moved(self.trainable(), update, ranks)
         self.optimizer = self._moved.optimizer
         self._critic_moved = None if step is None else Moved(self.critic.trained(), step, ranks)
@@ -224,10 +230,10 @@ class ShardedLearner(LanguageLearner):
         self._forward: Any = forward
         self._stale = False
         """Have the parameters moved since the whole copy was gathered?"""
-        self.writing = PartWriter(ranks)
+        self.writing = ShardWriter(ranks)
         self.large = state_bytes(whole) + critic_bytes(critic) > gather
         self.micro_batch = micro_batch
-        self._room = None if micro_batch else plan_of(whole, checkpointing, reference, critic, ranks.size)
+        self._room = None if micro_batch else plan_micro_batches(whole, checkpointing, reference, critic, ranks.size)
 
     def params(self) -> dict[str, Tensor]:
         """Those of the whole copy, as they were when the sampler last loaded."""
@@ -235,7 +241,7 @@ class ShardedLearner(LanguageLearner):
 
     def refresh(self) -> None:
         if self._stale:
-            self._forward.gather_into(self.params(), self.spread)
+            self._forward.gather_into(self.params(), self.num_shards)
             self._stale = False
 
     def mine(self, batch: Batch) -> Iterable[Batch]:
@@ -261,9 +267,9 @@ class ShardedLearner(LanguageLearner):
         self._critic_moved.forget()
         return super().fit(mini, loss)
 
-    def accompanied(self, name: str, mini: Batch, objective: Objective = lambda _, out: nothing(out)) -> Any:
+    def on_rank_zero(self, name: str, mini: Batch, objective: Objective = lambda _, out: nothing(out)) -> Any:
         """Rank 0 computes the whole batch; the others go through as many passes, with nothing in them."""
-        ranks, self.ranks = self.ranks, Accompanied(self.ranks)
+        ranks, self.ranks = self.ranks, RankZeroOnly(self.ranks)
         try:
             return getattr(self, name)(mini, objective)
         finally:
@@ -291,7 +297,7 @@ class ShardedLearner(LanguageLearner):
                 groups[which] = {name: moved.kept(name, value) for name, value in groups[which].items()}
         return groups
 
-    def stage_parts(self, aside: Path) -> RankParts | None:
+    def stage_parts(self, aside: Path) -> ShardedWrite | None:
         """Copy what this rank holds to the host, and write it there: on rank 0 whoever asks, on others a thread."""
         own = self._in_shards()
         if self._rounded:
@@ -313,7 +319,7 @@ class ShardedLearner(LanguageLearner):
     @torch.no_grad()
     def restore(self, state: Groups) -> None:
         own = self._params
-        state = widened(state, list(own))
+        state = to_float32_state(state, list(own))
         check_params(own, state["params"])
         values = state.get("wide", state["params"])
         self._forward.fill([self.part("params", name, values[name]) for name in own])
@@ -392,7 +398,7 @@ def _cut(value: Tensor, like: Any) -> Any:
 # ---- cutting a model -----------------------------------------------------------------------------------
 
 
-class LayerSource:
+class HollowModel:
     """A model whose parameters are copied layer by layer, so that it is never there twice as a whole."""
 
     def __init__(self, whole: LanguageModel):
@@ -421,12 +427,12 @@ class LayerSource:
                     continue
                 if id(p) not in made:
                     old = self.own[id(p)][1]
-                    value = finest(self.stored, self.names[id(old)], old)
+                    value = most_precise(self.stored, self.names[id(old)], old)
                     made[id(p)] = nn.Parameter(value.to(old.device, p.dtype, copy=True), p.requires_grad)
                 module._parameters[slot] = made[id(p)]
 
 
-def cut_layers(root: Any, layers: Iterable[Any], source: LayerSource, narrow: torch.dtype, size: int) -> None:
+def cut_layers(root: Any, layers: Iterable[Any], source: HollowModel, narrow: torch.dtype, size: int) -> None:
     """Cut a hollow module into shards, layer by layer: FSDP2 gathers each by itself. Adapters stay whole."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -469,9 +475,9 @@ def reshards(module: nn.Module, device: torch.device) -> bool:
 
 def shard(whole: LanguageModel, size: int) -> Any:
     """The model with its parameters in shards; what is returned has to be called for every pass."""
-    source = LayerSource(whole)
+    source = HollowModel(whole)
     lm = source.hollow(whole, tokenizer=whole.tokenizer)
-    forward, layers = ShardedForward(lm), layers_of(lm.backbone)
+    forward, layers = ShardedForward(lm), checkpointable_layers(lm.backbone)
     cut_layers(forward, layers, source, whole.model.dtype, size)
     whole.exact = {}
     forward.own = lm.trained()

@@ -16,26 +16,33 @@ from ascent.core.errors import ConfigError
 from ascent.core.protocols import Objective, TakeStep, UpdateResult, ValueLoss
 from ascent.core.types import Batch, Outputs, Rollouts, Terms
 from ascent.core.update import Adam, Update
-from ascent.distributed.ranks import ALONE
+from ascent.distributed.ranks import SINGLE_PROCESS
 from ascent.models.causal_lm import LanguageModel
 from ascent.models.fused_layers import fuse
 from ascent.models.lm_head import Head, token_stats
 from ascent.models.packed_attention import Flash, ours, segment_kernel, send
 from ascent.ops.cuda_graphs import CudaGraphs
 from ascent.training.captured_updates import Captured, captured_tokens
-from ascent.training.compact_adamw import CompactAdamW, compacted, widened
+from ascent.training.compact_adamw import CompactAdamW, to_compact_state, to_float32_state
 from ascent.training.learner import InProcessLearner, check_restored
 from ascent.training.loss_scale import LossScale
-from ascent.training.micro_batches import COMPACT_BYTES, STATE_BYTES, Plan, bytes_per_token, channel_of, plan_of
+from ascent.training.micro_batches import (
+    COMPACT_BYTES_PER_PARAM,
+    STATE_BYTES_PER_PARAM,
+    Plan,
+    bytes_per_token,
+    head_dim_of,
+    plan_micro_batches,
+)
 from ascent.training.packing import (
-    Forward,
-    before_actions,
+    ForwardModule,
+    action_states,
     computed_tokens,
     hidden_states,
-    packed_row,
-    parts_of,
+    pack_batch,
     place,
-    spread,
+    scatter_tokens,
+    split_batch,
     targets,
     value_states,
 )
@@ -62,7 +69,9 @@ class LanguageCritic(nn.Module):
         every = () if self.own is None else self.own.named_parameters()
         body: dict[str, Tensor] = {name: p for name, p in every if p.requires_grad}
         self.working = list(body.values())
-        self.stepped = begin_with(stored_of(lm, body), body) if any(map(is_half, self.working)) else self.working
+        self.stepped = (
+            float32_copies(stored_precision(lm, body), body) if any(map(is_half, self.working)) else self.working
+        )
         """The backbone's trained parameters, or their copies in float32."""
         self.captured: Captured | None = None
 
@@ -84,7 +93,7 @@ class LanguageCritic(nn.Module):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:  # type: ignore[override]
         load_params(self._by_name(), state)
-        copy_rounded(self.working, self.stepped)
+        copy_to_working(self.working, self.stepped)
 
     def attention(self) -> AbstractContextManager[None]:
         """Inside, its layers call our attention function."""
@@ -95,7 +104,7 @@ class LanguageCritic(nn.Module):
         """V at the states before every action and behind the last token of each response; 0 at the others."""
         states = value_states(batch)
         hidden = hidden_states(self._lm[0], batch, states, self.backbone, self.captured)
-        return spread(self.read(hidden), send(states, batch.mask.device))
+        return scatter_tokens(self.read(hidden), send(states, batch.mask.device))
 
     def read(self, hidden: Float[Tensor, "state width"]) -> Float[Tensor, "state"]:
         return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
@@ -130,18 +139,18 @@ class LanguageLearner(InProcessLearner):
         self.lm, self.outputs, self.micro_batch, self.checkpointing = lm, outputs, micro_batch, checkpointing
         self.whole_lm = lm
         """A model with every parameter: another one than what is trained, where that is in shards."""
-        self._params, self._forward = lm.trained(), Forward(lm)
+        self._params, self._forward = lm.trained(), ForwardModule(lm)
         self._working = list(self._params.values())
         stored, lm.exact = lm.exact, {}
         self._rounds = any(map(is_half, self._working))
         """Do the parameters have masters in float32?"""
-        self._trainable = begin_with(stored, self._params) if self._rounds and rounding is None else self._working
+        self._trainable = float32_copies(stored, self._params) if self._rounds and rounding is None else self._working
         self.train_critic(critic, critic_update)
         self.loss_scale = self._next_scale = self.critic_scale = LossScale()
         self.optimizer = update.optimizer(self.trainable())
         self.compact: CompactAdamW | None = None
         if rounding is not None:
-            masters = (finest(stored, name, p).to(p.device, torch.float32) for name, p in self._params.items())
+            masters = (most_precise(stored, name, p).to(p.device, torch.float32) for name, p in self._params.items())
             self.optimizer = self.compact = CompactAdamW(self.trainable(), masters, self.optimizer, rounding)
         self.kept = [p.detach().clone() for p in self._working] if reference else None
         self.moved = False
@@ -154,7 +163,7 @@ class LanguageLearner(InProcessLearner):
                 "--update trust-region with parameters in half precision: their rounding is larger than its steps. Set "
                 "--policy.dtype float32"
             )
-        if checkpointing and not layers_of(lm.backbone):
+        if checkpointing and not checkpointable_layers(lm.backbone):
             raise ConfigError(
                 f"--policy.checkpointing: {type(lm.model).__name__} has no layers to compute again; unset it"
             )
@@ -163,8 +172,8 @@ class LanguageLearner(InProcessLearner):
             fuse(lm.model)
             if critic is not None and critic.own is not None:
                 fuse(critic.own)
-        per = STATE_BYTES if rounding is None else COMPACT_BYTES
-        self._room = None if micro_batch else plan_of(lm, checkpointing, reference, critic, per=per)
+        per = STATE_BYTES_PER_PARAM if rounding is None else COMPACT_BYTES_PER_PARAM
+        self._room = None if micro_batch else plan_micro_batches(lm, checkpointing, reference, critic, per=per)
         self._captured = self._capturing(lm.backbone, self._working, self._trainable)
         if critic is not None and critic.own is not None:
             critic.captured = self._capturing(critic.own, critic.working, critic.stepped)
@@ -174,7 +183,7 @@ class LanguageLearner(InProcessLearner):
         lm = self.lm
         if not self.alone or self.compact is not None:  # in shards a layer is gathered as it works; graphs sum floats
             return None
-        flash = segment_kernel(lm.model.get_input_embeddings().weight.new_empty(0, channel_of(lm))) is Flash
+        flash = segment_kernel(lm.model.get_input_embeddings().weight.new_empty(0, head_dim_of(lm))) is Flash
         if not (self.captures and flash and lm.shares) or self.checkpointing:
             return None
         tokens = captured_tokens(int(lm.gpu_memory), stepped, bytes_per_token(lm, False))
@@ -185,7 +194,7 @@ class LanguageLearner(InProcessLearner):
     # ---- forward passes -------------------------------------------------------------------------
 
     @property
-    def passes(self) -> Forward:
+    def passes(self) -> ForwardModule:
         """The module that every pass goes through."""
         return self._forward
 
@@ -196,7 +205,7 @@ class LanguageLearner(InProcessLearner):
 
     def split(self, batch: Batch) -> Iterator[Batch]:
         plan = self.plan
-        parts = parts_of(batch, plan.tokens, self.lm.shares, plan.repeat, plan.padded)
+        parts = split_batch(batch, plan.tokens, self.lm.shares, plan.repeat, plan.padded)
         return (place(part, self.lm.device) for part in parts)
 
     def _tight(self, micro: Batch) -> bool:
@@ -208,13 +217,13 @@ class LanguageLearner(InProcessLearner):
 
         Nobody waits for it: a GPU works while the host scores responses. It never changes numbers.
         """
-        if self._captured is not None and not self.micro_batch and self.ranks is ALONE:
-            row = packed_row(rollouts, before_actions(rollouts))
+        if self._captured is not None and not self.micro_batch and self.ranks is SINGLE_PROCESS:
+            row = pack_batch(rollouts, action_states(rollouts))
             with self._attention():
                 self._captured.begin(row.ids, row.positions, row.groups)
 
     def forward(self, micro: Batch) -> Outputs:
-        with checkpointed(self.lm.backbone, self._tight(micro)):
+        with activation_checkpointing(self.lm.backbone, self._tight(micro)):
             return super().forward(micro)
 
     def evaluate(self, batch: Batch) -> Outputs:
@@ -225,9 +234,9 @@ class LanguageLearner(InProcessLearner):
         stats = self._stats(batch, reference=reference, entropy_gradient="entropy" in self.outputs)
         read = partial(_with_values, self.critic, stats) if "value" in self.outputs else stats
         logp, entropy, kl, *values = self._forward(batch, read)
-        kl = None if kl is None else spread(kl, batch.mask)
-        value = F.pad(spread(values[0], batch.mask), (0, 1)) if values else None
-        return Outputs(spread(logp, batch.mask), spread(entropy, batch.mask), kl, value=value)
+        kl = None if kl is None else scatter_tokens(kl, batch.mask)
+        value = F.pad(scatter_tokens(values[0], batch.mask), (0, 1)) if values else None
+        return Outputs(scatter_tokens(logp, batch.mask), scatter_tokens(entropy, batch.mask), kl, value=value)
 
     def _stats(self, batch: Batch, **more: Any) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
         """How log-probs, entropies and the KL to another policy are read off a head and hidden states."""
@@ -248,7 +257,7 @@ class LanguageLearner(InProcessLearner):
                 stats = partial(stats, reference=reference if "kl_full" in needs else None)
                 shared = "value" in needs and self.critic.own is None
                 (scores["logp_old"], _, scores["kl_full"]), value = self._policy_scores(micro, stats, shared)
-        scores = {name: spread(scores[name], micro.mask) for name in needs & scores.keys()}
+        scores = {name: scatter_tokens(scores[name], micro.mask) for name in needs & scores.keys()}
         if "value" in needs:
             scores["value"] = self.values(micro) if value is None else value
         return scores
@@ -258,16 +267,16 @@ class LanguageLearner(InProcessLearner):
         if not shared:
             return self._forward(micro, stats), None
         states = value_states(micro)
-        acted = send(before_actions(micro)[states], self.lm.device)
+        acted = send(action_states(micro)[states], self.lm.device)
 
         def read(head: Head, hidden: Tensor) -> tuple[Any, Tensor]:
             return stats(head, hidden[acted]), self.critic.read(hidden)
 
         found, values = self._forward(micro, read, states)
-        return found, spread(values, send(states, micro.mask.device))
+        return found, scatter_tokens(values, send(states, micro.mask.device))
 
     def values(self, batch: Batch) -> Float[Tensor, "prompt sample state"]:
-        with self.critic.attention(), checkpointed(self.critic.backbone, self._tight(batch)):
+        with self.critic.attention(), activation_checkpointing(self.critic.backbone, self._tight(batch)):
             return self.critic(batch)
 
     # ---- steps ----------------------------------------------------------------------------------
@@ -282,9 +291,9 @@ class LanguageLearner(InProcessLearner):
         return terms
 
     def _gradient(self, mini: Batch, objective: Objective, scale: float = 1.0) -> Terms:
-        again = checkpointed(self.lm.backbone, self.checkpointing)
+        again = activation_checkpointing(self.lm.backbone, self.checkpointing)
         # Gradients of micro-batches are summed without losing the small ones.
-        wide = gradients_into(self._trainable, self._working) if self.compact is None else self.compact.summing()
+        wide = accumulate_into(self._trainable, self._working) if self.compact is None else self.compact.accumulating()
         self._forward.captured, uphill = self._captured, self._uphill
         self._uphill = uphill if scale == 1.0 else uphill * scale
         try:
@@ -301,7 +310,7 @@ class LanguageLearner(InProcessLearner):
 
     def _narrow(self) -> None:
         """The working parameters follow their float32 copies."""
-        copy_rounded(self._working, self._trainable)
+        copy_to_working(self._working, self._trainable)
 
     def total(self, mini: Batch, objective: Objective) -> Tensor:
         with self._attention():
@@ -316,7 +325,7 @@ class LanguageLearner(InProcessLearner):
             now = self._forward(micro, _both)
             _, _, kl = self._forward.instead(params, micro, self._stats(micro, reference=now))
         assert kl is not None
-        return spread(kl, micro.mask)
+        return scatter_tokens(kl, micro.mask)
 
     def distributions(self, micro: Batch) -> tuple[Tensor, Tensor]:
         """At the states before actions: whole distributions, so over few tokens only."""
@@ -326,10 +335,10 @@ class LanguageLearner(InProcessLearner):
 
     def fit(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
         critic = self.critic
-        again = checkpointed(critic.backbone, self.checkpointing)
-        with critic.attention(), again, gradients_into(critic.stepped, critic.working):
+        again = activation_checkpointing(critic.backbone, self.checkpointing)
+        with critic.attention(), again, accumulate_into(critic.stepped, critic.working):
             total, norm = super().fit(mini, loss)
-        copy_rounded(critic.working, critic.stepped)
+        copy_to_working(critic.working, critic.stepped)
         return total.cpu(), norm.cpu()
 
     def value_gradient(self, mini: Batch, loss: ValueLoss, scale: float = 1.0) -> Tensor:
@@ -372,7 +381,7 @@ class LanguageLearner(InProcessLearner):
     @torch.no_grad()
     def restore(self, state: dict[str, dict[str, Tensor]]) -> None:
         names = list(self._params)
-        state = widened(state, names) if self.compact is None else compacted(state, names, self.compact)
+        state = to_float32_state(state, names) if self.compact is None else to_compact_state(state, names, self.compact)
         exact = state.get("wide", state["params"])
         load_params(self._masters(), exact)
         self._narrow()
@@ -435,19 +444,19 @@ def is_half(p: Tensor) -> bool:
     return p.dtype in (torch.bfloat16, torch.float16)
 
 
-def begin_with(stored: dict[str, Tensor], params: dict[str, Tensor]) -> list[Tensor]:
+def float32_copies(stored: dict[str, Tensor], params: dict[str, Tensor]) -> list[Tensor]:
     """The float32 copies of half-precision parameters: as they were stored, where that was finer, or as they are.
 
     A copy that begins at its rounded value has to move by half of the rounding before the model moves at all.
     """
     wide = []
     for name, p in params.items():
-        value = finest(stored, name, p)
+        value = most_precise(stored, name, p)
         wide.append(value.to(p.device, torch.float32, copy=value.data_ptr() == p.data_ptr()))
     return wide
 
 
-def stored_of(lm: LanguageModel, body: dict[str, Tensor]) -> dict[str, Tensor]:
+def stored_precision(lm: LanguageModel, body: dict[str, Tensor]) -> dict[str, Tensor]:
     """For a copy of the backbone, its parameters as they were stored, where the model has rounded them."""
     names = {id(p): name for name, p in lm.model.named_parameters()}
     pairs = ((own, lm.exact.get(names[id(p)])) for own, p in lm.backbone.named_parameters() if own in body)
@@ -455,13 +464,13 @@ def stored_of(lm: LanguageModel, body: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def copy_rounded(working: list[Tensor], stepped: list[Tensor]) -> None:
+def copy_to_working(working: list[Tensor], stepped: list[Tensor]) -> None:
     """Parameters become what their float32 copies were stepped to, where they have such copies."""
     if working is not stepped:
         torch._foreach_copy_(working, stepped)
 
 
-def finest(stored: dict[str, Tensor], name: str, p: Tensor) -> Tensor:
+def most_precise(stored: dict[str, Tensor], name: str, p: Tensor) -> Tensor:
     """A parameter as it was stored, if that was finer; not if it was started from another run since."""
     exact = stored.get(name)
     same = exact is not None and torch.equal(exact.to(p.dtype).to(p.device), p)
@@ -469,7 +478,7 @@ def finest(stored: dict[str, Tensor], name: str, p: Tensor) -> Tensor:
 
 
 @contextmanager
-def gradients_into(wide: list[Tensor], narrow: list[Tensor]) -> Iterator[None]:
+def accumulate_into(wide: list[Tensor], narrow: list[Tensor]) -> Iterator[None]:
     """Inside, a gradient that comes to a narrow parameter is added to that of its wide copy, and not kept."""
 
     def add(to: Tensor, p: Tensor) -> None:
@@ -487,13 +496,13 @@ def gradients_into(wide: list[Tensor], narrow: list[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def checkpointed(backbone: nn.Module, on: bool = True) -> Iterator[None]:
+def checkpointed_tokens(backbone: nn.Module, on: bool = True) -> Iterator[None]:
     """Inside, if `on`, a layer keeps nothing but its input, and the backward pass computes the layer again.
 
     transformers' own switch works in training mode alone, and that mode turns on whatever dropout, layer dropping or
     router noise an architecture has. Log-probs are the policy's own only without them, so no model ever enters it.
     """
-    layers = layers_of(backbone) if on else []
+    layers = checkpointable_layers(backbone) if on else []
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     try:
@@ -503,7 +512,7 @@ def checkpointed(backbone: nn.Module, on: bool = True) -> Iterator[None]:
             del layer.forward
 
 
-def layers_of(backbone: nn.Module) -> list[Any]:
+def checkpointable_layers(backbone: nn.Module) -> list[Any]:
     """The layers that transformers lets one compute again."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 

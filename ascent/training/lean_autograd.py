@@ -11,7 +11,7 @@ def run_backward(output: Tensor, gradient: Tensor) -> None:
     )
 
 
-def lightened(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+def use_fused_adamw(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
     """The same optimizer; from its second step on, torch's fused AdamW is one call of its kernel. Others stay."""
     kinds = {(p.dtype, p.device) for group in optimizer.param_groups for p in group["params"]} if optimizer else {}
     if type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"] and len(kinds) == 1:

@@ -12,7 +12,7 @@ from ascent.core.errors import ConfigError
 from ascent.core.protocols import Learner, Objective, TakeStep, UpdateResult, ValueLoss
 from ascent.core.types import Batch, Outputs, Terms
 from ascent.core.update import Adam
-from ascent.distributed.ranks import ALONE, Ranks
+from ascent.distributed.ranks import SINGLE_PROCESS, Ranks
 
 
 class InProcessLearner(Learner, Protocol):
@@ -22,11 +22,11 @@ class InProcessLearner(Learner, Protocol):
     each is called with the same batch and computes its share; what is joined is whole on rank 0.
     """
 
-    ranks: Ranks = ALONE
+    ranks: Ranks = SINGLE_PROCESS
     placement: str = "each has every parameter, and gradients are summed"
     alone: bool = True
     """Can one rank by itself compute a batch?"""
-    spread: int = 1
+    num_shards: int = 1
     """How many ranks hold the trained state together."""
     large: bool = False
     """Is the state too large for one rank, so that each writes a part of a checkpoint?"""

@@ -24,15 +24,15 @@ from ascent.models.packed_attention import ours, segment_kernel
 from ascent.models.quantization import parameter_count
 from ascent.training.packing import hidden_states
 
-SHARE = 0.6
+ACTIVATION_FRACTION = 0.6
 """Of a GPU's memory beside what is always there, what activations may take; the sampler's caches take a quarter."""
 CPU_TOKENS = 8192
 """In a micro-batch on a CPU, which gains nothing from more."""
-STATE_BYTES = 18
+STATE_BYTES_PER_PARAM = 18
 """A trained parameter's: itself in bfloat16, and its copy, gradient and two moments in float32."""
-COMPACT_BYTES = 10
+COMPACT_BYTES_PER_PARAM = 10
 """The same in the form that takes less (compact.py): the low half of its copy, gradient and moments in bfloat16."""
-CROWDED = 0.9
+COMPACT_THRESHOLD = 0.9
 """Of a GPU's memory, what may be taken whatever the batch is before state takes that form by itself."""
 PROBE = (32, 96)
 """Tokens of the two forward passes that measure what a token takes."""
@@ -48,17 +48,17 @@ class Plan:
     """What a further response costs for each token of its prompt, as a share of a token."""
     padded: bool = False
     """Are responses of a group padded to its longest where attention is computed?"""
-    checkpointed: int = 0
+    checkpointed_tokens: int = 0
     """The most tokens at once if layers are computed again; a response above `tokens` is computed so. 0: never."""
 
     def tight(self, tokens: int) -> bool:
         """Is a part so long, which cannot be cut any more, that its layers have to be computed again?"""
-        return bool(self.checkpointed) and tokens > self.tokens
+        return bool(self.checkpointed_tokens) and tokens > self.tokens
 
 
-def plan_of(
+def plan_micro_batches(
     lm: LanguageModel, checkpointing: bool, reference: bool = False, critic: Any = None, shards: int = 0,
-    per: int = STATE_BYTES,
+    per: int = STATE_BYTES_PER_PARAM,
 ) -> Plan:  # fmt: skip
     """For a GPU, what its memory should hold; a CPU takes a fixed number of tokens.
 
@@ -68,22 +68,24 @@ def plan_of(
     """
     if lm.device.type != "cuda":
         return Plan(CPU_TOKENS)
-    state = always_bytes(lm, reference, critic, shards, per)
-    free = SHARE * max(0, lm.gpu_memory - state)
+    state = static_bytes(lm, reference, critic, shards, per)
+    free = ACTIVATION_FRACTION * max(0, lm.gpu_memory - state)
     every, again = (bytes_per_token(lm, flag) for flag in (False, True))
     own = again if checkpointing else every
-    flash = segment_kernel(lm.model.get_output_embeddings().weight.new_empty(0, channel_of(lm))) is not None
+    flash = segment_kernel(lm.model.get_output_embeddings().weight.new_empty(0, head_dim_of(lm))) is not None
     repeat = repeat_bytes(lm, flash) / own if lm.shares else 0.0
     return Plan(max(1, int(free / own)), repeat, lm.shares and not flash, 0 if checkpointing else int(free / again))
 
 
-def always_bytes(lm: LanguageModel, reference: bool, critic: Any, shards: int = 0, per: int = STATE_BYTES) -> int:
+def static_bytes(
+    lm: LanguageModel, reference: bool, critic: Any, shards: int = 0, per: int = STATE_BYTES_PER_PARAM
+) -> int:
     """What is taken whatever the batch is."""
     kept = sum(p.numel() * p.element_size() for p in lm.trained().values()) if reference else 0
     return state_bytes(lm, shards, per) + (kept + critic_bytes(critic)) // (shards or 1) + head_bytes(lm)
 
 
-def state_bytes(lm: LanguageModel, shards: int = 0, per: int = STATE_BYTES) -> int:
+def state_bytes(lm: LanguageModel, shards: int = 0, per: int = STATE_BYTES_PER_PARAM) -> int:
     """Parameters, gradients and Adam: of everything; or of one of these shards, beside the whole model."""
     every = list(lm.model.parameters())
     own = sum(p.numel() * (per if p.requires_grad else p.element_size()) for p in every)
@@ -101,7 +103,7 @@ def bytes_per_token(lm: LanguageModel, checkpointing: bool) -> int:
     config = lm.config
     layers, width = config.num_hidden_layers, config.hidden_size
     size = 4 if is_mixed(lm.model) else lm.model.dtype.itemsize  # of the residual stream
-    kept = kept_bytes(lm) if lm.device.type == "cuda" else layers * _layer_bytes(lm)
+    kept = activation_bytes_per_token(lm) if lm.device.type == "cuda" else layers * _layer_bytes(lm)
     layer = kept // layers
     return 2 * layer + size * width * layers if checkpointing else kept + layer
 
@@ -116,12 +118,12 @@ def _layer_bytes(lm: LanguageModel) -> int:
     return lm.model.dtype.itemsize * (11 * config.hidden_size + 4 * inner)
 
 
-def kept_bytes(lm: LanguageModel) -> int:
+def activation_bytes_per_token(lm: LanguageModel) -> int:
     """What autograd keeps of one more token, measured: by forward passes over two short responses."""
     if not hasattr(lm, "kept_bytes"):
         few, more = (_kept(lm, tokens) for tokens in PROBE)
-        lm.kept_bytes = max(0, more - few) // (PROBE[1] - PROBE[0])  # type: ignore[assignment]
-    return lm.kept_bytes  # type: ignore[return-value]
+        lm.activation_bytes_per_token = max(0, more - few) // (PROBE[1] - PROBE[0])  # type: ignore[assignment]
+    return lm.activation_bytes_per_token  # type: ignore[return-value]
 
 
 def _kept(lm: LanguageModel, tokens: int) -> int:
@@ -160,10 +162,10 @@ def heads_of(lm: LanguageModel) -> tuple[int, int, int]:
     """Query heads, key-value heads and the channels of each."""
     config = lm.config
     heads = getattr(config, "num_attention_heads", 1)
-    return heads, getattr(config, "num_key_value_heads", None) or heads, channel_of(lm)
+    return heads, getattr(config, "num_key_value_heads", None) or heads, head_dim_of(lm)
 
 
-def channel_of(lm: LanguageModel) -> int:
+def head_dim_of(lm: LanguageModel) -> int:
     config = lm.config
     return getattr(config, "head_dim", None) or config.hidden_size // getattr(config, "num_attention_heads", 1)
 

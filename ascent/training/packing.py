@@ -28,7 +28,7 @@ Cost = int | float
 """What something takes, in tokens."""
 
 
-def parts_of(
+def split_batch(
     batch: Batch, budget: int, shared: bool = True, repeat: float = 0.0, padded: bool = False
 ) -> Iterator[Batch]:
     """Parts of about `budget` tokens at most and of much the same size, in the tokens that are really computed.
@@ -70,13 +70,13 @@ def _rectangle(costs: Sequence[Cost]) -> Cost:
 
 def computed_tokens(batch: Rollouts, shared: bool) -> int:
     """The tokens of one forward pass over a batch, without padding."""
-    host = host_of(batch)
+    host = host_batch(batch)
     prompts, responses = (host.prompt >= 0).sum(-1), host.present.sum()
     return int(prompts.sum() * (1 if shared else host.mask.shape[1]) + responses)
 
 
 @dataclass(frozen=True)
-class Placed(Batch):
+class DeviceBatch(Batch):
     """A part of a batch on the model's device, with the same part on the host, where its lengths can be read.
 
     Asking a GPU for a length would mean waiting until it has done everything that was queued before.
@@ -84,7 +84,7 @@ class Placed(Batch):
 
     host: Batch = field(default=None)  # type: ignore[assignment]
 
-    def select(self, prompts: Tensor | slice, samples: slice = slice(None)) -> Placed:
+    def select(self, prompts: Tensor | slice, samples: slice = slice(None)) -> DeviceBatch:
         return replace(super().select(prompts, samples), host=self.host.select(prompts, samples))
 
 
@@ -98,20 +98,20 @@ def place(batch: Batch, device: torch.device) -> Batch:
         return batch
     own: dict[str, Any] = {f.name: getattr(batch, f.name) for f in fields(Batch)}
     tensors = {name: v for name, v in own.items() if isinstance(v, Tensor) and name not in HOST_ONLY}
-    return Placed(**own | {name: send(v, device) for name, v in tensors.items()}, host=batch)
+    return DeviceBatch(**own | {name: send(v, device) for name, v in tensors.items()}, host=batch)
 
 
-def host_of(batch: Rollouts) -> Rollouts:
-    return batch.host if isinstance(batch, Placed) else batch
+def host_batch(batch: Rollouts) -> Rollouts:
+    return batch.host if isinstance(batch, DeviceBatch) else batch
 
 
 def targets(batch: Rollouts, device: torch.device) -> Int[Tensor, "state"]:
     """The actions, in the order of the mask."""
-    host = host_of(batch)
+    host = host_batch(batch)
     return send(host.response[host.mask], device)
 
 
-def spread(values: Tensor, where: Bool[Tensor, "prompt sample place"]) -> Float[Tensor, "prompt sample place"]:
+def scatter_tokens(values: Tensor, where: Bool[Tensor, "prompt sample place"]) -> Float[Tensor, "prompt sample place"]:
     """Numbers of the places that are True, back where they belong; 0 elsewhere."""
     values = values.to(where.device)
     return values.new_zeros(where.shape).masked_scatter(where, values)
@@ -121,25 +121,25 @@ States = Bool[Tensor, "prompt sample state"]
 """Which of the T + 1 states of each response are asked for; state t stands behind the tokens before t."""
 
 
-def before_actions(batch: Rollouts) -> States:
+def action_states(batch: Rollouts) -> States:
     """The states in which the policy acted, on the host."""
-    return F.pad(host_of(batch).mask, (0, 1))
+    return F.pad(host_batch(batch).mask, (0, 1))
 
 
-def after_actions(batch: Rollouts) -> States:
+def states_after_actions(batch: Rollouts) -> States:
     """The states that actions led to, on the host."""
-    return F.pad(host_of(batch).mask, (1, 0))
+    return F.pad(host_batch(batch).mask, (1, 0))
 
 
 def last_states(batch: Rollouts) -> States:
     """The state behind the last token of each response, on the host."""
-    host = host_of(batch)
+    host = host_batch(batch)
     return torch.arange(host.mask.shape[-1] + 1) == host.extent.unsqueeze(-1)
 
 
 def value_states(batch: Rollouts) -> States:
     """The states that a critic is asked for: before every action, and behind the last token of each response."""
-    return before_actions(batch) | last_states(batch)
+    return action_states(batch) | last_states(batch)
 
 
 def hidden_states(
@@ -147,17 +147,17 @@ def hidden_states(
     captured: Captured | None = None,
 ) -> Float[Tensor, "asked width"]:  # fmt: skip
     """Last hidden states at these states (those before actions), of the model or of another backbone like its own."""
-    states = before_actions(batch) if states is None else states
+    states = action_states(batch) if states is None else states
     if lm.shares:
-        return packed_states(lm, host_of(batch), states, backbone or lm.backbone, captured)
-    return padded_states(lm, host_of(batch), states, backbone or lm.backbone)
+        return packed_hidden_states(lm, host_batch(batch), states, backbone or lm.backbone, captured)
+    return padded_hidden_states(lm, host_batch(batch), states, backbone or lm.backbone)
 
 
-def packed_states(
+def packed_hidden_states(
     lm: LanguageModel, batch: Rollouts, states: States, backbone: nn.Module, captured: Captured | None = None
 ) -> Float[Tensor, "asked width"]:
     """From one row, [prompt, response 1, …, response G] for each group: no prompt is there twice, nothing is padded."""
-    row = packed_row(batch, states)
+    row = pack_batch(batch, states)
     hidden = None if captured is None else captured(row.ids, row.positions, row.groups)
     places = send(row.place[states], lm.device)
     if hidden is None:
@@ -175,7 +175,7 @@ def rows_of(hidden: Float[Tensor, "token width"], places: Int[Tensor, "asked"]) 
     return hidden[places] if hidden.is_cuda else hidden.index_select(0, places)
 
 
-class PackedRow(NamedTuple):
+class PackedBatch(NamedTuple):
     """The tokens of a batch in one row, on the host."""
 
     ids: Int[Tensor, "token"]
@@ -185,7 +185,7 @@ class PackedRow(NamedTuple):
     """Behind which token of the row each state lies."""
 
 
-def packed_row(batch: Rollouts, states: States) -> PackedRow:
+def pack_batch(batch: Rollouts, states: States) -> PackedBatch:
     """The state before a response's first token is the prompt's last; tokens behind the last state are left out.
 
     A batch without rows is one token of which nothing is asked: so every parameter has a gradient, 0.
@@ -208,10 +208,10 @@ def packed_row(batch: Rollouts, states: States) -> PackedRow:
     groups = [Group(a, n, tuple(m for m in own if m > 0)) for a, n, own in shapes]
     if not groups:
         ids, positions, groups = ids.new_zeros(1), positions.new_zeros(1), [Group(0, 1, ())]
-    return PackedRow(ids, positions, groups, place)
+    return PackedBatch(ids, positions, groups, place)
 
 
-def padded_states(
+def padded_hidden_states(
     lm: LanguageModel, batch: Rollouts, states: States, backbone: nn.Module
 ) -> Float[Tensor, "asked width"]:
     """The plain form, for any architecture: one row per response, its prompt repeated, padded on the right."""
@@ -232,7 +232,7 @@ def padded_states(
     return rows_of(out.last_hidden_state.flatten(0, 1), index.to(lm.device))
 
 
-class Forward(nn.Module):
+class ForwardModule(nn.Module):
     """Every forward pass of a learner: hidden states and what is read off them, in one call of one module.
 
     So sharding can wrap it; and the same call with other parameters (`instead`) is the reference, or the policy

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ascent.distributed.ranks import Ranks
-from ascent.training.async_checkpoint import Saver
+from ascent.training.async_checkpoint import BackgroundWriter
 
-PARTS = "shard-*.safetensors"
+SHARD_FILES = "shard-*.safetensors"
 """The files of a checkpoint that ranks write by themselves: `shard-00002-….safetensors` is what the second one held."""
 
 
-class RankParts(NamedTuple):
+class ShardedWrite(NamedTuple):
     """What all ranks write of one checkpoint."""
 
     write: Callable[[], dict[str, str]]
@@ -29,14 +29,14 @@ class RankParts(NamedTuple):
     """The type of the model's parameters, of which float32 copies are written."""
 
 
-class PartWriter:
+class ShardWriter:
     """The part of this rank. Ranks meet in a group of its own, because a thread of each writes."""
 
     def __init__(self, ranks: Ranks):
-        self.ranks, self.saver = ranks, Saver()
+        self.ranks, self.saver = ranks, BackgroundWriter()
         self.group = dist.new_group(backend="gloo")
 
-    def stage(self, groups: dict[str, dict[str, Tensor]], aside: Path, narrow: str) -> RankParts | None:
+    def stage(self, groups: dict[str, dict[str, Tensor]], aside: Path, narrow: str) -> ShardedWrite | None:
         """Copy this rank's shards to the host. Rank 0 gets what writes them; on others a thread does so by itself."""
         self.saver.wait()
         own = {
@@ -46,7 +46,7 @@ class PartWriter:
         }
         write = partial(self._write, own, aside)
         if self.ranks.rank == 0:
-            return RankParts(write, narrow)
+            return ShardedWrite(write, narrow)
         self.saver.begin(write)
         return None
 
@@ -60,7 +60,7 @@ class PartWriter:
             first = next((e for e, _ in error.failures.values() if isinstance(e, OSError)), None)
             code = errno.EIO if first is None or first.errno is None else first.errno
             raise OSError(code, os.strerror(code) if first is not None else str(error)) from None
-        mine = list(aside.glob(PARTS.replace("*", f"{self.ranks.rank + 1:05d}-*")))
+        mine = list(aside.glob(SHARD_FILES.replace("*", f"{self.ranks.rank + 1:05d}-*")))
         own_sums = {}
         for path in mine:
             with open(path, "rb") as file:

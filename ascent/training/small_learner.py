@@ -11,7 +11,7 @@ from torch import Tensor
 from ascent.core.types import Batch, Outputs, Rollouts
 from ascent.core.update import Adam, Update
 from ascent.models.small_policies import Policy, ValueFunction
-from ascent.training.lean_autograd import lightened, run_backward
+from ascent.training.lean_autograd import run_backward, use_fused_adamw
 from ascent.training.learner import InProcessLearner
 
 
@@ -39,7 +39,7 @@ def without_gaps(batch: Rollouts) -> tuple[Int[Tensor, "prompt sample token"], I
     return batch.response.gather(-1, order), torch.nn.functional.pad(batch.present.cumsum(-1), (1, 0))
 
 
-def chosen(logp_all: Tensor, batch: Rollouts) -> Float[Tensor, "prompt sample token"]:
+def action_logprobs(logp_all: Tensor, batch: Rollouts) -> Float[Tensor, "prompt sample token"]:
     """The log-prob of each action; 0 at every other token, so that a ratio is 1 there."""
     if logp_all.shape[1] == 1:  # the same distributions for every sample
         logp = logp_all.squeeze(1).gather(-1, batch.response.transpose(1, 2)).transpose(1, 2)
@@ -75,8 +75,8 @@ class SmallLearner(InProcessLearner):
         self._trainable = [p for p in policy.parameters() if p.requires_grad]
         self._uphill = -torch.ones((), dtype=self._trainable[0].dtype)
         self.train_critic(critic, critic_update)
-        self.optimizer = lightened(update.optimizer(self.trainable()))
-        self.critic_optimizer = lightened(self.critic_optimizer)
+        self.optimizer = use_fused_adamw(update.optimizer(self.trainable()))
+        self.critic_optimizer = use_fused_adamw(self.critic_optimizer)
 
     def backward(self, objective: Tensor) -> None:
         run_backward(objective, self._uphill)
@@ -100,16 +100,16 @@ class SmallLearner(InProcessLearner):
             assert self.reference is not None
             kl = full_kl(logp_all, log_probs(self.reference, batch)).expand(batch.mask.shape)
         value = self.values(batch) if "value" in self.outputs else None
-        return Outputs(chosen(logp_all, batch), entropy.expand(batch.mask.shape), kl, value=value)
+        return Outputs(action_logprobs(logp_all, batch), entropy.expand(batch.mask.shape), kl, value=value)
 
     def scored(self, micro: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
         scores = {}
         if needs & {"logp_old", "kl_full"}:
             logp_all = log_probs(self.policy, micro)
-            scores["logp_old"] = chosen(logp_all, micro)
+            scores["logp_old"] = action_logprobs(logp_all, micro)
         if needs & {"logp_ref", "kl_full"}:
             ref_all = log_probs(self.reference, micro)
-            scores["logp_ref"] = chosen(ref_all, micro)
+            scores["logp_ref"] = action_logprobs(ref_all, micro)
         if "kl_full" in needs:
             scores["kl_full"] = full_kl(logp_all, ref_all).expand(micro.mask.shape)
         if "score_norm" in needs:
@@ -121,7 +121,7 @@ class SmallLearner(InProcessLearner):
     @torch.enable_grad()
     def score_norm(self, batch: Batch) -> Float[Tensor, "prompt sample 1"]:
         """‖∇ log π(response)‖², one backward pass per response."""
-        total = chosen(log_probs(self.policy, batch), batch).sum(-1)
+        total = action_logprobs(log_probs(self.policy, batch), batch).sum(-1)
         norms = []
         for logp in total.flatten():
             gradients = torch.autograd.grad(logp, self.trainable(), retain_graph=True, allow_unused=True)

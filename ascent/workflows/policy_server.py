@@ -12,8 +12,8 @@ from ascent.core.errors import ConfigError, RunError
 from ascent.core.sampling_params import SamplingParams
 from ascent.environments.chat_session import ChatWriter
 from ascent.inference.continuous_batching import serve_requests
-from ascent.inference.remote.adapters import dialect_of
-from ascent.inference.remote.remote_requests import serve_by_engine
+from ascent.inference.remote.adapters import get_adapter
+from ascent.inference.remote.request_forwarder import forward_requests
 from ascent.inference.request_queue import RequestQueue
 from ascent.server.requirements import check_packages
 from ascent.workflows.loaded_policy import LoadedPolicy
@@ -71,7 +71,7 @@ class Service:
         self.slots = self.sampler.rows + (serving.queue or 3 * self.sampler.rows)
         self.room = cache_tokens(lm, serving.cache, self.context) if self.here else 0
         self.key, self.desk = serving.key or secrets.token_urlsafe(32), RequestQueue(self.slots)
-        dialect = None if self.here else dialect_of(policy.engine)
+        dialect = None if self.here else get_adapter(policy.engine)
         rules = SessionRules(
             context=self.context,
             prompt=self.context - 1,
@@ -106,7 +106,7 @@ class Service:
                 if self.here:
                     serve_requests(self.sampler, self.desk, self.slots, self.context, self.context, self.room)
                 else:
-                    serve_by_engine(self.sampler, self.desk)
+                    forward_requests(self.sampler, self.desk)
             except Exception as error:
                 failed = failed + 1 if self.endpoint.counts["requests"] - before <= self.slots else 1
                 self.desk.fail(f"the sampler failed: {type(error).__name__}")

@@ -24,9 +24,9 @@ from typing import Any
 from ascent.build.backends import backend_of
 from ascent.core.errors import ConfigError, RunError
 from ascent.core.types import Streams
-from ascent.distributed.ranks import CLUSTER
+from ascent.distributed.ranks import CLUSTER_VARIABLE
 from ascent.distributed.replica import Replica
-from ascent.rollout.ray_replicas import ray_here, sampler_names
+from ascent.rollout.ray_replicas import import_ray, replica_names
 from ascent.runs.trust import TRUSTED
 from ascent.settings import config_from
 
@@ -49,7 +49,7 @@ def connect(address: str | None, actors: int = 0) -> bool:
     told = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     if told or (Path.home() / ".ray" / "auth_token").exists():
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # before Ray is imported
-    ray = ray_here()
+    ray = import_ray()
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
@@ -94,12 +94,14 @@ class LearnerProcess:
         """Where ranks can meet: this machine, and a free port of it."""
         with socket.socket() as free:
             free.bind(("", 0))
-            return ray_here().util.get_node_ip_address(), free.getsockname()[1]
+            return import_ray().util.get_node_ip_address(), free.getsockname()[1]
 
     def start(self, args: Sequence[str], meet: tuple[str, int], address: str, folder: str, attempt: int) -> int:
         own = {"RANK": self.rank, "LOCAL_RANK": self.rank, "WORLD_SIZE": self.size, "MASTER_ADDR": meet[0]}
         own |= {"MASTER_PORT": meet[1], "TORCHELASTIC_RUN_ID": self.run, "TORCHELASTIC_RESTART_COUNT": attempt}
-        env = os.environ | {name: str(value) for name, value in own.items()} | {CLUSTER: f"{address} {self.run}"}
+        env = (
+            os.environ | {name: str(value) for name, value in own.items()} | {CLUSTER_VARIABLE: f"{address} {self.run}"}
+        )
         command = [sys.executable, "-m", "ascent", *args]
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.process = subprocess.Popen(command, env=env, cwd=folder, preexec_fn=_before_rank, **pipes)
@@ -163,7 +165,7 @@ def sampler_from(settings: dict[str, Any]) -> tuple[Any, Any]:
 
 class SamplerActor(Replica):
     def __init__(self) -> None:
-        super().__init__(sampler_from, ray_here().util.get_node_ip_address())
+        super().__init__(sampler_from, import_ray().util.get_node_ip_address())
 
 
 # ---- the launcher
@@ -187,7 +189,7 @@ class Launch:
         """Place actors, run the command on every learner, and return the exit status of rank 0."""
         count = self.learners + self.samplers
         started = connect(address, count)
-        ray = self.ray = ray_here()
+        ray = self.ray = import_ray()
         self.run, self.asked = f"{PREFIX}{uuid.uuid4().hex[:8]}", list[int]()
         each: dict[str, Any] = {"CPU": 1, "GPU": 1} if self.gpus else {"CPU": 1}
         group = ray.util.placement_group([each] * count, strategy="PACK")
@@ -295,7 +297,7 @@ class Launch:
 def joined(address: str | None) -> Iterator[Any]:
     """Ray, connected to a cluster that runs."""
     connect(address)
-    ray = ray_here()
+    ray = import_ray()
     try:
         yield ray
     finally:
@@ -331,7 +333,7 @@ def remove_sampler(address: str | None, run: str | None, name: str) -> str:
     """Have a sampler finish what it draws, and end; the name of the run."""
     with joined(address) as ray:
         run = _only_run(ray, run)
-        names = sampler_names(ray, run)
+        names = replica_names(ray, run)
         if name not in names:
             raise ConfigError(f"{name}: {run} has no sampler of this name. It has {', '.join(names)}")
         if len(names) == 1:

@@ -11,7 +11,7 @@ import torch
 from ascent.build.assemble import assemble
 from ascent.core.loop import train
 from ascent.core.types import Metrics
-from ascent.distributed.ranks import ALONE, Ranks
+from ascent.distributed.ranks import SINGLE_PROCESS, Ranks
 from ascent.rollout.rank_leader import share_out
 from ascent.settings import configure
 from benchmarks.common import NoRecords, close
@@ -44,7 +44,7 @@ class Work:
 class Ours(NoRecords):
     """Ascent's own loop on its own parts, one step per turn. It records nothing, and TRL is set to record nothing."""
 
-    def __init__(self, work: Work, more: dict[str, Any] | None = None, ranks: Ranks = ALONE):
+    def __init__(self, work: Work, more: dict[str, Any] | None = None, ranks: Ranks = SINGLE_PROCESS):
         """`more`: other settings; `ranks`: of a group that it trains in."""
         settings: dict[str, Any] = {
             "model": work.model,
@@ -60,7 +60,7 @@ class Ours(NoRecords):
             **(more or {}),
         }
         self.parts = assemble(configure(FixedPrompts(words=tuple(work.prompts)), settings), ranks=ranks)
-        if ranks is not ALONE:
+        if ranks is not SINGLE_PROCESS:
             share_out(self.parts, ranks)
         self.parts.policy.ends = NEVER  # type: ignore[union-attr]
         self.done = 0

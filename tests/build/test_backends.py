@@ -27,7 +27,7 @@ from ascent.core.types import Prompts
 from ascent.inference.occupancy import Timeline
 from ascent.models import Transformer
 from ascent.rewards.small_task import BoundSmallTask
-from ascent.rollout.delegating_sampler import WrappedSampler
+from ascent.rollout.delegating_engine import DelegatingEngine
 from ascent.rollout.small_sampler import SmallSampler
 from ascent.runs.run_info import run_label
 from ascent.settings import configure
@@ -405,7 +405,7 @@ def test_a_wrapped_sampler_shares_the_timeline_of_the_one_inside_and_closes_it()
         def close(self) -> None:
             self.closed += 1
 
-    class Outer(WrappedSampler):
+    class Outer(DelegatingEngine):
         def load(self, params: Any, version: int) -> None: ...
         def generate(self, *_: Any, **__: Any) -> Any: ...
 

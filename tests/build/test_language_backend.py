@@ -23,11 +23,11 @@ from ascent.core.config import Config
 from ascent.core.errors import ConfigError
 from ascent.core.types import Streams
 from ascent.distributed.rank_group import RankGroup
-from ascent.distributed.ranks import ALONE, Ranks
+from ascent.distributed.ranks import SINGLE_PROCESS, Ranks
 from ascent.settings import configure
 from ascent.training.fsdp import ShardedLearner
 from ascent.training.language_learner import LanguageLearner
-from ascent.training.micro_batches import SHARE, STATE_BYTES, always_bytes
+from ascent.training.micro_batches import ACTIVATION_FRACTION, STATE_BYTES_PER_PARAM, static_bytes
 from tests.language import model_of, write_tiny
 
 URL = "http://127.0.0.1:1"
@@ -92,19 +92,19 @@ def test_a_serving_engine_is_refused_where_nothing_is_sampled(tmp_path: Path) ->
 
 def test_state_is_sharded_where_one_gpu_cannot_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, auto = model_of(), config_of()
-    assert not in_shards(auto, lm, ALONE)
+    assert not in_shards(auto, lm, SINGLE_PROCESS)
     assert not in_shards(auto, lm, Two()), "a CPU is not asked"
     assert in_shards(config_of(**{"ranks.shard": "shard"}), lm, Two())
     assert not in_shards(config_of(**{"ranks.shard": "replicate"}), lm, Two())
 
     monkeypatch.setattr(type(lm), "device", torch.device("cuda"))
-    state = STATE_BYTES * sum(p.numel() for p in lm.model.parameters())
-    gpu = SimpleNamespace(total_memory=state / SHARE - 100)
+    state = STATE_BYTES_PER_PARAM * sum(p.numel() for p in lm.model.parameters())
+    gpu = SimpleNamespace(total_memory=state / ACTIVATION_FRACTION - 100)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     assert in_shards(auto, lm, Two())
     assert not in_shards(auto, lm, Ranks()), "one rank has nobody to share with"
     assert not in_shards(config_of(algorithm="trpo"), lm, Two())
-    gpu.total_memory = state / SHARE + 100
+    gpu.total_memory = state / ACTIVATION_FRACTION + 100
     assert not in_shards(auto, lm, Two())
 
 
@@ -220,8 +220,8 @@ def test_a_model_that_crowds_its_gpu_gets_bfloat16_state(monkeypatch: pytest.Mon
     monkeypatch.setattr(precision, "largest_activation", lambda _: 1.0)
     assert precision.precision_of(config, lm) == ("float16", None)
     monkeypatch.setattr(type(lm), "device", torch.device("cuda"))
-    taken = always_bytes(lm, False, None)
-    gpu = SimpleNamespace(total_memory=int(taken / precision.CROWDED) + 10)
+    taken = static_bytes(lm, False, None)
+    gpu = SimpleNamespace(total_memory=int(taken / precision.COMPACT_THRESHOLD) + 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     assert precision.precision_of(config, lm) == ("float16", None)
     frozen = replace(config, algorithm=replace(config.algorithm, reference=ALGORITHMS["rloo"].reference))

@@ -28,13 +28,13 @@ from ascent.core.algorithms import ALGORITHMS
 from ascent.core.errors import ConfigError
 from ascent.core.types import Batch, Terms
 from ascent.core.update import Adam
-from ascent.distributed.heartbeat import SignsOfLife
+from ascent.distributed.heartbeat import Heartbeat
 from ascent.distributed.rank_group import RankGroup
-from ascent.distributed.ranks import ALONE, Ranks, group_size, shares
+from ascent.distributed.ranks import SINGLE_PROCESS, Ranks, shares, training_world_size
 from ascent.models.causal_lm import mix
 from ascent.models.fused_layers import Formulas, fuse, rotating
 from ascent.models.packed_attention import ours
-from ascent.rollout.rank_leader import LeadingLearner
+from ascent.rollout.rank_leader import RankZeroLearner
 from ascent.runs.display.terminal import Display
 from ascent.settings import config_from, configure
 from ascent.tasks.base import BoundBase
@@ -42,7 +42,7 @@ from ascent.training import fsdp
 from ascent.training.fsdp import ShardedLearner
 from ascent.training.language_learner import LanguageLearner
 from ascent.training.packing import Forward
-from ascent.training.sharded_checkpoint import PartWriter
+from ascent.training.sharded_checkpoint import ShardWriter
 from tests.language import batch_of, model_of
 
 ROWS = ["grpo", "ppo", "trpo", "gspo", "dpo", "process-reward"]
@@ -198,7 +198,7 @@ def test_rank_0_is_handed_what_writes_its_part_and_other_ranks_write_theirs_by_t
         rank = 1
 
     groups = {"params": {"a": torch.arange(3.0)}, "optimizer": {"b": torch.ones(2)}}
-    first, second = PartWriter(one_rank), PartWriter(Second())
+    first, second = ShardWriter(one_rank), ShardWriter(Second())
     parts = first.stage(groups, tmp_path / "first", "bfloat16")
     assert parts is not None and parts.narrow == "bfloat16"
     groups["params"]["a"] += 1.0
@@ -216,7 +216,7 @@ def test_rank_0_is_handed_what_writes_its_part_and_other_ranks_write_theirs_by_t
 
 def test_a_part_that_cannot_be_written_is_an_error_of_the_disk(one_rank: RankGroup, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    writer = PartWriter(one_rank)
+    writer = ShardWriter(one_rank)
     parts = writer.stage({"params": {"a": torch.ones(1)}}, tmp_path / "file" / "below", "float32")
     assert parts is not None
     with pytest.raises(OSError, match="Not a directory") as error:
@@ -256,7 +256,7 @@ def test_another_rank_cuts_its_shards_from_state_in_bfloat16(one_rank: RankGroup
     small.step(batch, GRPO.objective, Adam(lr=1e-2))
     sent: dict[str, Any] = {}
     rank_0 = SimpleNamespace(work=nullcontext, tell=lambda *_: None, broadcast_groups=sent.update)
-    LeadingLearner(SimpleNamespace(params=sharded.params, restore=lambda _: None), rank_0).restore(small.state())
+    RankZeroLearner(SimpleNamespace(params=sharded.params, restore=lambda _: None), rank_0).restore(small.state())
     sharded.restore(
         {group: {name: sharded.part(group, name, t) for name, t in own.items()} for group, own in sent.items()}
     )
@@ -396,14 +396,14 @@ def test_no_model_is_there_twice_as_a_whole_while_it_is_cut(
     one_rank: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layer by layer: what is made of a layer in float32 is cut before the next one is made."""
-    real, whole = fsdp.LayerSource.fill, []
+    real, whole = fsdp.HollowModel.fill, []
 
     def fill(self: Any, part: Any) -> None:
         real(self, part)
         plain = [p for p in part.parameters() if not hasattr(p, "to_local")]
         whole.append(sum(p.numel() for p in plain))
 
-    monkeypatch.setattr(fsdp.LayerSource, "fill", fill)
+    monkeypatch.setattr(fsdp.HollowModel, "fill", fill)
     monkeypatch.setattr(fsdp, "BUCKET", 1)
     lm = model_of(dtype=torch.bfloat16, num_hidden_layers=4)
     fsdp.shard(lm, 1)
@@ -446,19 +446,19 @@ def test_an_evaluation_of_its_own_is_computed_by_rank_0_alone(one_rank: RankGrou
         return objective
 
     one.total(batch, keep("one"))
-    LeadingLearner(two, one_rank).total(batch, keep("two"))
+    RankZeroLearner(two, one_rank).total(batch, keep("two"))
     assert two.ranks is one_rank and torch.equal(torch.cat(shown["one"]), torch.cat(shown["two"]))
 
 
 def test_under_torchrun_one_process_may_be_told_to_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"model": "any", "ranks.shard": "shard"}
     config = configure("reasoning-gym:chain_sum", settings)
-    assert group_size("shard") == 0, "nobody launched this process"
+    assert training_world_size("shard") == 0, "nobody launched this process"
     with pytest.raises(ConfigError, match="one process has nothing to share"):
         backend_of(config).check_ranks(config, 0)
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert (group_size("shard"), group_size("replicate"), group_size("auto")) == (1, 1, 0)
+    assert (training_world_size("shard"), training_world_size("replicate"), training_world_size("auto")) == (1, 1, 0)
     backend_of(config).check_ranks(config, 1)
 
 
@@ -466,10 +466,10 @@ def test_under_torchrun_one_process_may_be_told_to_shard(monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[SignsOfLife, SignsOfLife]]:
+def pair() -> Iterator[tuple[Heartbeat, Heartbeat]]:
     """Two ranks in one process, each with its signs of life."""
     store = dist.HashStore()
-    both = SignsOfLife(store, 0, 2, 1.0), SignsOfLife(store, 1, 2, 1.0)
+    both = Heartbeat(store, 0, 2, 1.0), Heartbeat(store, 1, 2, 1.0)
     yield both
     for one in both:
         one.close()
@@ -483,7 +483,7 @@ def until(found: Callable[[], Any]) -> Any:
     return value
 
 
-def test_a_rank_that_falls_silent_is_named_with_its_phase_and_step(pair: tuple[SignsOfLife, SignsOfLife]) -> None:
+def test_a_rank_that_falls_silent_is_named_with_its_phase_and_step(pair: tuple[Heartbeat, Heartbeat]) -> None:
     first, second = pair
     first.over = True  # it is asked below, and not interrupted
     second.phase, second.step = "update", 7
@@ -496,7 +496,7 @@ def test_a_rank_that_falls_silent_is_named_with_its_phase_and_step(pair: tuple[S
     assert said.startswith("rank 1 of 2, in the phase update of step 7: no sign of life for 1 seconds")
 
 
-def test_the_first_failure_is_what_every_rank_says(pair: tuple[SignsOfLife, SignsOfLife]) -> None:
+def test_the_first_failure_is_what_every_rank_says(pair: tuple[Heartbeat, Heartbeat]) -> None:
     first, second = pair
     first.over = second.over = True
     second.phase, second.step = "generate", 3
@@ -526,9 +526,9 @@ def test_a_share_divides_by_the_tokens_of_the_whole() -> None:
 
 def test_one_process_has_nothing_to_do() -> None:
     batch, numbers = batch_of(model_of()), [torch.ones(3)]
-    ALONE.sum(numbers)
-    assert ALONE.share(batch) is batch and torch.equal(numbers[0], torch.ones(3))
-    assert ALONE.gather(5) == [5] and ALONE.broadcast(6) == 6 and ALONE.most(7) == 7
+    SINGLE_PROCESS.sum(numbers)
+    assert SINGLE_PROCESS.share(batch) is batch and torch.equal(numbers[0], torch.ones(3))
+    assert SINGLE_PROCESS.gather(5) == [5] and SINGLE_PROCESS.broadcast(6) == 6 and SINGLE_PROCESS.most(7) == 7
 
 
 class FirstOfTwo(Ranks):
@@ -555,7 +555,7 @@ def test_parts_are_put_together_in_the_order_of_the_batch() -> None:
     assert torch.equal(FirstOfTwo([numbers[others]]).put_together(numbers[mine], batch), numbers)
     part = numbers[others]
     assert FirstOfTwo([], rank=1).put_together(part, batch) is part, "only rank 0 has all of them"
-    assert ALONE.put_together(numbers, batch) is numbers
+    assert SINGLE_PROCESS.put_together(numbers, batch) is numbers
 
 
 def test_terms_are_summed_by_their_names() -> None:
@@ -568,7 +568,7 @@ def test_terms_are_summed_by_their_names() -> None:
     assert {name: value.item() for name, value in total.sums.items()} == {"a": 22.0, "b": 33.0}
     assert total.sums["b"].dtype == torch.float64
     assert {name: value.item() for name, value in total.means.items()} == {"c": 44.0}
-    assert ALONE.sum_terms(terms) is terms
+    assert SINGLE_PROCESS.sum_terms(terms) is terms
 
 
 def test_gradients_are_summed_where_any_share_has_one() -> None:

@@ -24,18 +24,18 @@ from ascent.core.errors import RunError
 from ascent.core.protocols import RolloutRequest
 from ascent.core.types import Prompts, Rollouts, join
 from ascent.distributed import replica_dispatch
-from ascent.distributed.ranks import CLUSTER
-from ascent.distributed.replica import RECORDS, Replica
+from ascent.distributed.ranks import CLUSTER_VARIABLE
+from ascent.distributed.replica import REPLICA_LOG, Replica
 from ascent.distributed.replica_errors import ReplicaLostError
 from ascent.rollout import ray_replicas as joining
-from ascent.rollout.replica_sampler import ClusterSampler
+from ascent.rollout.replica_engine import ReplicaEngine
 from ascent.runs.display.terminal import Display
 from ascent.runs.replica_log import replica_events, replicas_of
 from ascent.workflows.ray_cluster import sampler_from
 from tests.inference.remote.test_remote_engine import fake_environment
 
 FIVE = Prompts.of(prompts_of((5, 2, 7, 3, 4)))
-CLOSING: list[ClusterSampler] = []
+CLOSING: list[ReplicaEngine] = []
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ class Calls:
 
     def __init__(self, count: int, fates: dict[int, str] | None = None):
         self.there = [f"sampler-{i}" for i in range(count)]
-        self.fates, self.calls, self.restarted = fates or {}, 0, list[str]()
+        self.fates, self.calls, self.was_restarted = fates or {}, 0, list[str]()
         self.replicas: dict[str, Replica] = {}
         self.drawn: dict[str, list[int]] = {}
         self.hanging: dict[str, Future[Any]] = {}
@@ -101,13 +101,13 @@ class Calls:
         return call.result()
 
     def restart(self, name: str) -> None:
-        self.restarted.append(name)
+        self.was_restarted.append(name)
         self.hanging.pop(name).set_exception(ReplicaLostError("killed"))
 
 
-def begun(crew: Any, deadline: float = 600.0, folder: Path | None = None) -> ClusterSampler:
+def begun(crew: Any, deadline: float = 600.0, folder: Path | None = None) -> ReplicaEngine:
     own = sampler_of(model_of("Llama"), limit=6)
-    sampler = ClusterSampler(own, own, crew, {}, deadline)
+    sampler = ReplicaEngine(own, own, crew, {}, deadline)
     CLOSING.append(sampler)
     sampler.folder = folder
     before = sampler.generate(FIVE[torch.arange(1)], 1, seed=3)  # before the first load rank 0 draws by itself
@@ -116,7 +116,7 @@ def begun(crew: Any, deadline: float = 600.0, folder: Path | None = None) -> Clu
     return sampler
 
 
-def drawn(crew: Any, deadline: float = 600.0, greedy: bool = False) -> tuple[Rollouts, ClusterSampler]:
+def drawn(crew: Any, deadline: float = 600.0, greedy: bool = False) -> tuple[Rollouts, ReplicaEngine]:
     sampler = begun(crew, deadline)
     return sampler.generate(FIVE, 3, greedy, seed=7), sampler
 
@@ -152,17 +152,17 @@ def test_a_replica_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(replica_dispatch, "LOOK", 0.0)
     crew = Calls(2, {3: "hangs"})
     found, _ = drawn(crew, deadline=0.01)
-    assert equal(found, alone()) and crew.restarted
+    assert equal(found, alone()) and crew.was_restarted
     monkeypatch.setattr(replica_dispatch, "START", 600.0)
     crew = Calls(2, {1: "hangs"})
-    assert equal(drawn(crew, deadline=0.0)[0], alone()) and not crew.restarted, "a start takes its time"
+    assert equal(drawn(crew, deadline=0.0)[0], alone()) and not crew.was_restarted, "a start takes its time"
 
 
 class Stuck(Calls):
     """Replicas whose calls do not even end when they are started again."""
 
     def restart(self, name: str) -> None:
-        self.restarted.append(name)
+        self.was_restarted.append(name)
 
 
 def test_a_replica_whose_call_does_not_end_by_a_restart_is_left_out(
@@ -172,7 +172,7 @@ def test_a_replica_whose_call_does_not_end_by_a_restart_is_left_out(
     crew = Stuck(2, {3: "hangs"})
     found, sampler = drawn(crew, deadline=0.05)
     assert equal(found, alone())
-    (stuck,) = crew.restarted
+    (stuck,) = crew.was_restarted
     assert list(sampler.dispatch.members) == [name for name in crew.there if name != stuck]
     assert "it did not end within 0.05 seconds" in capsys.readouterr().err
 
@@ -248,7 +248,7 @@ def test_without_ray_the_extra_is_named(
 # ---- ahead of a step
 
 
-def two_steps(crew: Any, hold: bool = False) -> tuple[list[Rollouts], ClusterSampler]:
+def two_steps(crew: Any, hold: bool = False) -> tuple[list[Rollouts], ReplicaEngine]:
     """The responses of two steps with --ahead 1: weights change after the first, and both are asked for before."""
     sampler = begun(crew)
     sampler.submit([RolloutRequest(0, FIVE, 2, seed=5), RolloutRequest(1, FIVE, 2, seed=6)])
@@ -275,7 +275,7 @@ def test_ahead_a_step_has_the_tokens_of_the_policy_that_was_asked_whoever_dies_a
         found, _ = two_steps(crew := Calls(2, dict(fates)))
         assert all(map(equal, found, expected)), fates
         assert {int(v) for one in found for v in one.version.flatten()} == {1}, "though version 2 was there for some"
-    assert crew.restarted
+    assert crew.was_restarted
     found, _ = two_steps(Calls(1), hold=True)
     assert all(map(equal, found, expected)), "a checkpoint in between waits for what is drawn, and changes nothing"
 
@@ -320,7 +320,7 @@ def test_records_say_who_drew_what_and_who_was_lost(tmp_path: Path, capsys: pyte
     assert (event["event"], event["why"]) == ("lost", "killed")
     assert "sampler-" in capsys.readouterr().err
 
-    with (tmp_path / "engine" / RECORDS).open("a") as file:
+    with (tmp_path / "engine" / REPLICA_LOG).open("a") as file:
         odd = [{}, [], {"time": 1, "event": 3}, {"time": 1, "replicas": {"x": {}}}, {"time": "now", "event": "lost"}]
         odd.append({"time": 1, "seconds": 1, "waited": 0, "version": 9, "replicas": [1]})
         file.write("".join(f"{json.dumps(line)}\n" for line in odd) + "{\nnonsense\n\xff\n" + '{"time"')
@@ -339,7 +339,7 @@ def test_the_command_prints_what_the_samplers_of_a_run_did(
     one = {"version": 7, "tokens": 1500, "drawing": 2.0, "loading": 1.0, "lost": 3, "away": True}
     line = {"time": 1.0, "seconds": 4.0, "waited": 1.0, "version": 8, "replicas": {"sampler-0": one}}
     Path("run/engine").mkdir()
-    Path("run/engine", RECORDS).write_text(json.dumps(line) + "\n")
+    Path("run/engine", REPLICA_LOG).write_text(json.dumps(line) + "\n")
     assert main(["cluster", "status", "run"]) == 0
     head, *rows = [text.split() for text in capsys.readouterr().out.splitlines()]
     assert head == ["name", "state", "version", "tokens", "rate", "idle", "loading", "lost"]
@@ -378,7 +378,7 @@ class Local(Calls):
 
 
 def trained(folder: Path, crew: Calls | None, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
-    monkeypatch.setattr(joining, "crew_here", lambda *_: crew)
+    monkeypatch.setattr(joining, "cluster_replicas", lambda *_: crew)
     usual = {"prompts": 2, "samples": 3, "max_tokens": 5, "eval_prompts": 2, "lr": 1e-2, "steps": 3} | settings
     run = ascent.train(
         [{"prompt": f"Say {i}."} for i in range(8)],
@@ -407,7 +407,7 @@ def test_a_run_with_one_replica_has_the_numbers_of_one_process_and_goes_on_after
 
     ahead = {"model": str(tiny_folder), "ahead": 1, "checkpoint_every": 2, "keep": 9}
     run, whole = trained(tmp_path / "ahead", Local(2), monkeypatch, **ahead)
-    monkeypatch.setattr(joining, "crew_here", lambda *_: Local(2, {2: "dies"}))
+    monkeypatch.setattr(joining, "cluster_replicas", lambda *_: Local(2, {2: "dies"}))
     again = ascent.resume(run.folder, Display(), 2)
     lines = [{k: v for k, v in line.items() if "time" not in k} for line in [*again.metrics, *again.updates]]
     assert lines == whole, "what was drawn ahead is in the checkpoint"
@@ -420,7 +420,7 @@ def test_a_run_with_one_replica_has_the_numbers_of_one_process_and_goes_on_after
 def test_replicas_with_an_engine_draw_with_a_server_of_their_own_and_a_killed_one_changes_no_token(
     tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, warm_python: Any
 ) -> None:
-    monkeypatch.setenv(CLUSTER, "nowhere run")  # rank 0 draws nothing with an engine
+    monkeypatch.setenv(CLUSTER_VARIABLE, "nowhere run")  # rank 0 draws nothing with an engine
     venv = fake_environment(tmp_path, warm_python.executable)
     settings = {"model": str(tiny_folder), "engine": "vllm", "engine.python": str(venv), "temperature": 0.8}
     run, whole = trained(tmp_path / "whole", one := Local(1), monkeypatch, **settings)
@@ -443,7 +443,7 @@ class Ends(Local):
 def test_a_run_with_an_engine_that_lost_its_samplers_replays_its_journal_and_draws_the_rest(
     tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, warm_python: Any
 ) -> None:
-    monkeypatch.setenv(CLUSTER, "nowhere run")
+    monkeypatch.setenv(CLUSTER_VARIABLE, "nowhere run")
     venv = fake_environment(tmp_path, warm_python.executable)
     settings: dict[str, Any] = {"model": str(tiny_folder), "engine": "vllm", "engine.python": str(venv)}
     settings |= {"steps": 4, "ahead": 1, "checkpoint_every": 2}
@@ -451,7 +451,7 @@ def test_a_run_with_an_engine_that_lost_its_samplers_replays_its_journal_and_dra
     with pytest.raises(RunError, match="no sampler of the cluster is left"):
         trained(tmp_path / "run", second := Ends(1), monkeypatch, **settings)
     third = Local(1)
-    monkeypatch.setattr(joining, "crew_here", lambda *_: third)
+    monkeypatch.setattr(joining, "cluster_replicas", lambda *_: third)
     again = ascent.resume(tmp_path / "run", Display())
     lines = [{k: v for k, v in line.items() if "time" not in k} for line in [*again.metrics, *again.updates]]
     assert lines == whole

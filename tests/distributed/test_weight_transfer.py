@@ -19,7 +19,7 @@ from torch import Tensor
 from ascent.distributed import replica_dispatch, weight_transfer
 from ascent.distributed.replica import Replica
 from ascent.distributed.replica_errors import ReplicaLostError, ReplicaUnreachableError
-from ascent.distributed.weight_transfer import Offer, Snapshot, WeightSender, receive_weights
+from ascent.distributed.weight_transfer import TransferOffer, WeightSender, WeightSnapshot, receive_weights
 from tests.distributed.test_replicas import CLOSING, FIVE, Calls, alone, begun, equal
 
 CPU, HERE = torch.device("cpu"), "127.0.0.1"
@@ -43,7 +43,7 @@ def mixed() -> dict[str, Tensor]:
     return params | {"half": torch.randn(33, 31, generator=made).bfloat16(), "one": torch.ones(1).bfloat16()}
 
 
-def taken(offer: Offer) -> dict[str, Tensor]:
+def taken(offer: TransferOffer) -> dict[str, Tensor]:
     return {name: tensor for part in receive_weights(offer, CPU, HERE) for name, tensor in part.items()}
 
 
@@ -54,7 +54,7 @@ def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
 def test_all_parameters_arrive_as_they_were_at_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     params = mixed()
     expected = {name: p.clone() for name, p in params.items()}
-    weights, sender = Snapshot(params), WeightSender(HERE, CPU, SECONDS)
+    weights, sender = WeightSnapshot(params), WeightSender(HERE, CPU, SECONDS)
     for p in params.values():
         p.zero_()
     assert len(weights.pieces) > 4 and same(weights.params(), expected)
@@ -78,10 +78,10 @@ def test_the_store_listens_at_one_address_and_a_replica_on_the_same_gpu_uses_glo
         chosen.append(backend)
         raise RuntimeError("Duplicate GPU detected\nand more")
 
-    monkeypatch.setattr(weight_transfer, "group_over", refuse)
+    monkeypatch.setattr(weight_transfer, "make_process_group", refuse)
     monkeypatch.setattr(weight_transfer, "gpu_name", lambda device: "GPU-a" if device.type == "cuda" else "")
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    offer = sender.offer(Snapshot(mixed()))
+    offer = sender.offer(WeightSnapshot(mixed()))
     for device, gpu in (("cuda", "GPU-b"), ("cuda", "GPU-a"), ("cuda", ""), ("cpu", "GPU-b")):
         with pytest.raises(ReplicaUnreachableError, match=r"weights did not arrive by .*: Duplicate GPU detected$"):
             next(receive_weights(offer._replace(gpu=gpu), torch.device(device), HERE))
@@ -91,7 +91,7 @@ def test_the_store_listens_at_one_address_and_a_replica_on_the_same_gpu_uses_glo
 # ---- failures
 
 
-def ends_in_the_middle(offer: Offer, number: int) -> None:
+def ends_in_the_middle(offer: TransferOffer, number: int) -> None:
     parts = receive_weights(offer, CPU, HERE)
     next(parts), next(parts)
     os.kill(os.getpid(), number)
@@ -103,7 +103,7 @@ def ends_in_the_middle(offer: Offer, number: int) -> None:
 def test_a_replica_that_dies_or_hangs_in_the_middle_holds_up_nobody(
     tmp_path: Path, number: int, deadline: float
 ) -> None:
-    weights = Snapshot({str(i): torch.randn(400_000) for i in range(20)})
+    weights = WeightSnapshot({str(i): torch.randn(400_000) for i in range(20)})
     sender, never = WeightSender(HERE, CPU, deadline), Future[Any]()
     offer = sender.offer(weights)
     ill = Forked(lambda: ends_in_the_middle(offer, number), tmp_path)
@@ -121,8 +121,8 @@ def test_a_replica_that_dies_or_hangs_in_the_middle_holds_up_nobody(
 
 
 def test_a_replica_is_told_when_rank_0_ends_in_the_middle_or_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, sender = Snapshot(mixed()), WeightSender(HERE, CPU, SECONDS)
-    cut = Snapshot(mixed())
+    weights, sender = WeightSnapshot(mixed()), WeightSender(HERE, CPU, SECONDS)
+    cut = WeightSnapshot(mixed())
     cut.flat = cut.flat[:2]  # rank 0 sends two pieces, and its end of the group is gone
     offer = sender.offer(weights)
     with ThreadPoolExecutor(1) as pool:
@@ -138,7 +138,7 @@ def test_a_replica_is_told_when_rank_0_ends_in_the_middle_or_never_comes(monkeyp
 
 
 def test_rank_0_does_not_wait_for_a_replica_whose_call_is_over() -> None:
-    weights, sender, call = Snapshot(mixed()), WeightSender(HERE, CPU, SECONDS), Future[Any]()
+    weights, sender, call = WeightSnapshot(mixed()), WeightSender(HERE, CPU, SECONDS), Future[Any]()
     sending = sender.begin(sender.offer(weights), weights, call)
     assert sending.is_alive()
     call.set_exception(ReplicaLostError("killed"))
@@ -157,10 +157,10 @@ class Sent(Calls):
         self.sender, self.unreached, self.ways = WeightSender(HERE, CPU, SECONDS), unreached, list[tuple[str, str]]()
         self.pools = {name: ThreadPoolExecutor(1) for name in self.there}
 
-    def put(self, params: dict[str, Tensor]) -> Snapshot:
-        return Snapshot(params)
+    def put(self, params: dict[str, Tensor]) -> WeightSnapshot:
+        return WeightSnapshot(params)
 
-    def load(self, name: str, weights: Snapshot, version: int, config: dict[str, Any]) -> Future[Any]:
+    def load(self, name: str, weights: WeightSnapshot, version: int, config: dict[str, Any]) -> Future[Any]:
         if not self.sender.reaches(name):
             self.ways.append((name, "store"))
             return self.begin(name, "load", weights.params(), version, config)
@@ -201,11 +201,11 @@ def test_replicas_that_are_sent_weights_draw_what_one_sampler_draws_and_others_g
 
 
 def test_a_replica_whose_weights_broke_off_draws_nothing_until_it_has_all() -> None:
-    weights, sender = Snapshot(model_of("Llama").trained()), WeightSender(HERE, CPU, SECONDS)
+    weights, sender = WeightSnapshot(model_of("Llama").trained()), WeightSender(HERE, CPU, SECONDS)
     sampler = sampler_of(model_of("Llama", seed=9), limit=6)
     replica = Replica(lambda _: (sampler, sampler))
 
-    def load(sent: Snapshot, version: int) -> None:
+    def load(sent: WeightSnapshot, version: int) -> None:
         offer, call = sender.offer(weights), Future[Any]()
         sending = sender.begin(offer, sent, call)
         try:
@@ -214,7 +214,7 @@ def test_a_replica_whose_weights_broke_off_draws_nothing_until_it_has_all() -> N
             sending.join(SECONDS)
 
     load(weights, 1)
-    cut = Snapshot(model_of("Llama").trained())
+    cut = WeightSnapshot(model_of("Llama").trained())
     cut.flat = cut.flat[:2]
     with pytest.raises(ReplicaUnreachableError):
         load(cut, 2)

@@ -23,7 +23,7 @@ from ascent.models.fused_layers import Formulas
 from ascent.models.lm_head import HeadFormulas
 from ascent.ops import decode_ops
 from ascent.ops.decode_state import GIVEN, PAGE
-from ascent.training.compact_adamw import StateFormulas, join_master, keys_of, split_master
+from ascent.training.compact_adamw import ReferenceOps, join_master, random_keys, split_master
 from tests.inference.test_cuda_graph_runner import busy, random_turn
 from tests.triton_interpreter import INSTRUCTIONS, Interpreter, is_interpreted, spans_of
 
@@ -381,10 +381,14 @@ def steps_of_adamw_in_bfloat16(dtype: torch.dtype, patch: pytest.MonkeyPatch) ->
 
     group = {"betas": (0.9, 0.999), "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8}
     for count in (1, 1023, 5001):
-        sides, master, keys = [], noise(torch.float32, count, scale=0.02), (keys_of(5, 1, 9, 0), keys_of(5, 1, 9, 1))
+        sides, master, keys = (
+            [],
+            noise(torch.float32, count, scale=0.02),
+            (random_keys(5, 1, 9, 0), random_keys(5, 1, 9, 1)),
+        )
         m, v = noise(torch.bfloat16, count, scale=1e-2), noise(torch.bfloat16, count, scale=1e-4).abs()
         grad = noise(dtype, count, scale=1e-2)
-        for ops in (StateFormulas, triton_adamw):
+        for ops in (ReferenceOps, triton_adamw):
             p, low = split_master(master)
             state, total = (p, low, m.clone(), v.clone()), v.clone()
             ops.step(*state, grad, torch.tensor(0.7, device=DEVICE), keys[0], 9, group)  # type: ignore[attr-defined]

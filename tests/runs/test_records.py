@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 import ascent
 from ascent.core.errors import ConfigError
-from ascent.distributed.replica import RECORDS
+from ascent.distributed.replica import REPLICA_LOG
 from ascent.processes.user_state import state_folder
 from ascent.runs import checkpoint, foreign_runs, metric_columns, parquet_reader, run_list
 from ascent.runs.alerts.metric_windows import Change, StepBlock, sums
@@ -172,7 +172,7 @@ def test_a_replica_that_left_and_lines_that_are_none(tmp_path: Path) -> None:
     lines = [line(3, **{"sampler-0": one(), "sampler-1": one()}), line(4, **{"sampler-1": one(version=4, tokens=60)})]
     lines.append(line(9, **{"sampler-1": one(away="no")}))
     (tmp_path / "engine").mkdir()
-    (tmp_path / "engine" / RECORDS).write_text("".join(json.dumps(each) + "\n" for each in lines))
+    (tmp_path / "engine" / REPLICA_LOG).write_text("".join(json.dumps(each) + "\n" for each in lines))
     learners, left, there = replicas_of(tmp_path)
     assert learners == {"name": "learners", "state": "train", "version": 4, "idle": 0.2}
     assert left == {"name": "sampler-0", "tokens": 100, "lost": 1, "state": "left", "version": 3}

@@ -180,7 +180,7 @@ def test_a_person_at_a_terminal_is_asked_once(foreign: Path, tmp_path: Path, mon
         status, said = answer(words, "--trust")
         assert status == 2 and "[y/N]" in said and "--reward" in said
     with monkeypatch.context() as patch:
-        patch.setattr(trust, "size_here", lambda: 2)
+        patch.setattr(trust, "torchrun_world_size", lambda: 2)
         assert "[y/N]" not in answer("y\n", "--trust")[1], "nor where there are several ranks"
     assert not (tmp_path / "ran").exists()
     assert answer("y\n", "--trust")[0] == 0 and (tmp_path / "ran").exists()

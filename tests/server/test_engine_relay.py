@@ -25,10 +25,10 @@ import ascent
 from ascent.cli.engine import EngineCommand
 from ascent.core.errors import ConfigError, RunError
 from ascent.inference.remote import weight_files, weight_probe
-from ascent.inference.remote.adapters import dialect_of
+from ascent.inference.remote.adapters import get_adapter
 from ascent.inference.remote.engine_adapter import EngineRequest, EngineResponse
 from ascent.inference.remote.relay_client import read_key
-from ascent.inference.remote.server_client import Client, ServerLostError
+from ascent.inference.remote.server_client import ServerClient, ServerLostError
 from ascent.models import CausalLM
 from ascent.server import engine_relay as relay_module
 from ascent.server.engine_relay import Relay, relay_server
@@ -47,7 +47,7 @@ class Relaying:
     """A relay on a thread of this process, and where it is."""
 
     def __init__(self, url: str, engine: str, limit: int):
-        self.client = Client(url, dialect_of(engine), 8, 20.0)
+        self.client = ServerClient(url, get_adapter(engine), 8, 20.0)
         self.relay = Relay(self.client, KEY, limit)
         self.server, self.listening = relay_server(self.relay, "127.0.0.1", 0)
         self.port = self.listening.getsockname()[1]

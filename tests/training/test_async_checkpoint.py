@@ -21,7 +21,7 @@ from ascent.runs import checkpoint
 from ascent.runs.display.terminal import Display
 from ascent.runs.run_writer import RunWriter
 from ascent.training import async_checkpoint
-from ascent.training.async_checkpoint import Saver, on_host
+from ascent.training.async_checkpoint import BackgroundWriter, copy_to_host
 from ascent.training.fsdp import ShardedLearner
 from tests.language import model_of
 
@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {"steps": 6, "checkpoint_every": 2, "eval_every": 6, 
 
 
 def test_who_saves_goes_on_and_hears_of_the_end_when_asking() -> None:
-    saver, free, seen = Saver(), threading.Event(), []
+    saver, free, seen = BackgroundWriter(), threading.Event(), []
     saver.begin(free.wait, lambda: seen.append(threading.current_thread()))
     saver.poll()
     assert not seen, "it is being written"
@@ -44,7 +44,7 @@ def test_who_saves_goes_on_and_hears_of_the_end_when_asking() -> None:
 
 
 def test_what_went_wrong_is_raised_where_somebody_waits() -> None:
-    saver, seen = Saver(), []
+    saver, seen = BackgroundWriter(), []
 
     def fail() -> None:
         raise OSError(28, "No space left on device")
@@ -60,11 +60,11 @@ def test_what_went_wrong_is_raised_where_somebody_waits() -> None:
 
 def test_a_copy_stays_as_it_was_and_is_left_out_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     own = torch.ones(3)
-    copied, apart = on_host({"params": {"x": own}})
+    copied, apart = copy_to_host({"params": {"x": own}})
     own.zero_()
     assert apart and copied["params"]["x"].tolist() == [1, 1, 1]
     monkeypatch.setattr(async_checkpoint, "free_memory", lambda: 20.0)
-    same, apart = on_host({"params": {"x": own}})
+    same, apart = copy_to_host({"params": {"x": own}})
     assert not apart and same["params"]["x"] is own
 
 
@@ -73,7 +73,7 @@ def test_where_the_host_does_not_say_what_is_free_everything_is_copied(
 ) -> None:
     meminfo = tmp_path / "meminfo"
     monkeypatch.setattr(async_checkpoint, "Path", lambda _: meminfo)
-    assert async_checkpoint.free_memory() == float("inf") and on_host({"params": {"x": torch.ones(3)}})[1]
+    assert async_checkpoint.free_memory() == float("inf") and copy_to_host({"params": {"x": torch.ones(3)}})[1]
     meminfo.write_text("MemTotal: 9 kB\n")
     assert async_checkpoint.free_memory() == float("inf")
     meminfo.write_text("MemTotal: 9 kB\nMemAvailable:       3 kB\n")

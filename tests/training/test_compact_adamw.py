@@ -17,19 +17,19 @@ from ascent.core.algorithms import ALGORITHMS
 from ascent.core.critics import OwnCritic, SharedCritic
 from ascent.core.errors import ConfigError
 from ascent.core.update import Adam, TrustRegion
-from ascent.distributed.ranks import ALONE
+from ascent.distributed.ranks import SINGLE_PROCESS
 from ascent.models import CausalLM, LanguageModel
 from ascent.settings import configure
 from ascent.training import compact_adamw
 from ascent.training.compact_adamw import (
     CompactAdamW,
-    StateFormulas,
-    compacted,
+    ReferenceOps,
     join_master,
-    keys_of,
     random_bits,
-    round_at_random,
+    random_keys,
     split_master,
+    stochastic_round,
+    to_compact_state,
 )
 from ascent.training.language_learner import LanguageCritic, LanguageLearner
 from tests.language import batch_of, model_of
@@ -69,17 +69,17 @@ def test_a_master_is_its_parameter_and_16_bits() -> None:
     assert split_master(odd)[0].isnan().tolist() == [True, True, False, False]
     assert (
         torch.equal(join_master(*split_master(odd))[2:], odd[2:])
-        and round_at_random(odd, torch.tensor(65535)).isnan()[:2].all()
+        and stochastic_round(odd, torch.tensor(65535)).isnan()[:2].all()
     )
 
 
 def test_random_bits_are_those_of_their_seed_place_and_step() -> None:
     """Pinned: runs that are resumed draw them again. 2¹⁶ of them spread evenly, and streams have nothing in common."""
-    keys = keys_of(1, 2, 3, 0)
+    keys = random_keys(1, 2, 3, 0)
     assert keys == PINNED[0] and random_bits(keys, 5, 3, CPU).tolist() == PINNED[1]
     assert torch.equal(random_bits(keys, 0, 100, CPU)[40:], random_bits(keys, 40, 60, CPU))
     streams = [
-        random_bits(keys_of(*numbers), 0, 2**16, CPU) for numbers in ((1, 2, 3), (1, 2, 4), (1, 3, 2), (2, 2, 3))
+        random_bits(random_keys(*numbers), 0, 2**16, CPU) for numbers in ((1, 2, 3), (1, 2, 4), (1, 3, 2), (2, 2, 3))
     ]
     for at, bits in enumerate(streams):
         for half in (bits & 0xFFFF, bits >> 16):
@@ -94,7 +94,7 @@ def test_rounding_at_random_is_unbiased_and_goes_to_a_neighbour() -> None:
     x = noise(500)
     low, high = (split_master(x)[0].float() + way * x.abs() * 2**-7 for way in (-1, 1))
     draws = torch.stack(
-        [round_at_random(x, random_bits(keys_of(0, k), 0, 500, CPU) & 0xFFFF).float() for k in range(1000)]
+        [stochastic_round(x, random_bits(random_keys(0, k), 0, 500, CPU) & 0xFFFF).float() for k in range(1000)]
     )
     assert ((draws >= low) & (draws <= high)).all()
     ulp = x.abs() * 2**-7
@@ -102,7 +102,7 @@ def test_rounding_at_random_is_unbiased_and_goes_to_a_neighbour() -> None:
     assert float(off.abs().max()) < 0.07, "4 standard deviations of ½ / √1000"
     assert abs(float(off.mean())) < 0.003
     exact = x.bfloat16().float()
-    assert torch.equal(round_at_random(exact, torch.tensor(65535)).float(), exact)
+    assert torch.equal(stochastic_round(exact, torch.tensor(65535)).float(), exact)
 
 
 # ---- steps ----------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_sums_of_gradients_are_unbiased() -> None:
     for turn in range(100):
         one = total.bfloat16()
         for number, part in enumerate(parts):
-            StateFormulas.add(one, part, keys_of(turn, 0, 1, number + 1))
+            ReferenceOps.add(one, part, random_keys(turn, 0, 1, number + 1))
         sums.append(one.double())
     drawn = torch.stack(sums)
     off = (drawn.mean(0) - want) / (drawn.std(0) / 100**0.5).clamp(min=1e-6)
@@ -179,9 +179,9 @@ def test_both_moments_and_every_micro_batch_are_rounded_by_bits_of_their_own() -
     assert float((up[0] & up[1]).float().mean()) == pytest.approx(0.1 * 0.2, abs=0.012), "independent, and not nested"
 
     q = torch.ones(4000, dtype=torch.bfloat16, requires_grad=True)
-    summing = CompactAdamW([q], [q.detach().float()], torch.optim.AdamW([q], lr=1e-3), 0)
+    accumulating = CompactAdamW([q], [q.detach().float()], torch.optim.AdamW([q], lr=1e-3), 0)
     part = torch.full((4000,), 2.0**-9, dtype=torch.bfloat16)  # a quarter of the distance from 1 to the next number
-    with summing.summing():
+    with accumulating.accumulating():
         (q * torch.ones_like(part)).sum().backward()
         for _ in range(3):
             (q * part).sum().backward()
@@ -198,7 +198,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer = stepped_by(p, noise(50), Adam(), seed=3)
         p.grad = noise(50, seed=1).bfloat16()
         optimizer.step()
-        StateFormulas.add(p, p.clone(), keys_of(0))
+        ReferenceOps.add(p, p.clone(), random_keys(0))
         made.append([p, *optimizer.state[p].values()])
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
 
@@ -208,15 +208,15 @@ def test_the_kernels_compute_the_formulas_on_a_gpu() -> None:
     triton: Any = kernels.load_kernels("triton_adamw")
     group = {"betas": (0.9, 0.999), "lr": 1e-4, "weight_decay": 0.1, "eps": 1e-8}
     sides = []
-    for ops in (StateFormulas, triton):
+    for ops in (ReferenceOps, triton):
         p, low = (x.cuda() for x in split_master(noise(70_001, scale=0.02)))
         m, v = (
             noise(70_001, seed=1, scale=1e-4).cuda().bfloat16(),
             noise(70_001, seed=2, scale=1e-8).abs().cuda().bfloat16(),
         )
         grad = noise(70_001, seed=3, scale=1e-4).cuda().bfloat16()
-        ops.step(p, low, m, v, grad, torch.tensor(0.7, device="cuda"), keys_of(5, 1, 9, 0), 9, group)
-        ops.add(grad, m, keys_of(5, 1, 9, 1))
+        ops.step(p, low, m, v, grad, torch.tensor(0.7, device="cuda"), random_keys(5, 1, 9, 0), 9, group)
+        ops.add(grad, m, random_keys(5, 1, 9, 1))
         sides.append((join_master(p, low), m, v, grad))
     (master, *rest), (wanted, *others) = sides
     assert torch.allclose(master, wanted, rtol=1e-5, atol=1e-6)
@@ -368,7 +368,7 @@ def test_a_checkpoint_keeps_what_is_not_in_bfloat16_as_it_is() -> None:
     optimizer = CompactAdamW([a, head], [a.float()], Adam().optimizer([a, head]), 0)
     wide, moment = noise(4), noise(3)
     state = {"params": {"a": a, "head": head}, "wide": {"a": wide, "head": head}, "optimizer": {"1.exp_avg": moment}}
-    found = compacted(state, ["a", "head"], optimizer)
+    found = to_compact_state(state, ["a", "head"], optimizer)
     assert torch.equal(join_master(found["params"]["a"], found["optimizer"]["0.low"]), wide)
     assert found["params"]["head"] is head and found["optimizer"]["1.exp_avg"] is moment
     assert set(found["optimizer"]) == {"0.low", "1.exp_avg"}
@@ -394,24 +394,24 @@ def fake_config(form: str = "auto", update: Any = None, reference: bool = False)
 def test_auto_takes_float32_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: 18 bytes per parameter and the head's, and 2 of a reference, against nine tenths of the card."""
     lm = model_of(dtype=torch.bfloat16)
-    assert not in_bfloat16(fake_config(), lm, None, ALONE), "a CPU is not asked"
-    assert in_bfloat16(fake_config("bfloat16"), lm, None, ALONE)
+    assert not in_bfloat16(fake_config(), lm, None, SINGLE_PROCESS), "a CPU is not asked"
+    assert in_bfloat16(fake_config("bfloat16"), lm, None, SINGLE_PROCESS)
     monkeypatch.setattr(type(lm), "device", torch.device("cuda"))
-    taken = language_backend.always_bytes(lm, False, None)
-    assert taken - language_backend.always_bytes(lm, False, None, per=10) == 8 * sum(
+    taken = language_backend.static_bytes(lm, False, None)
+    assert taken - language_backend.static_bytes(lm, False, None, per=10) == 8 * sum(
         p.numel() for p in lm.model.parameters()
     )
     card = SimpleNamespace(total_memory=int(taken / 0.9) + 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
-    assert not in_bfloat16(fake_config(), lm, None, ALONE)
-    assert in_bfloat16(fake_config(reference=True), lm, None, ALONE)
+    assert not in_bfloat16(fake_config(), lm, None, SINGLE_PROCESS)
+    assert in_bfloat16(fake_config(reference=True), lm, None, SINGLE_PROCESS)
     card.total_memory -= 10
-    assert in_bfloat16(fake_config(), lm, None, ALONE)
-    assert not in_bfloat16(fake_config("float32"), lm, None, ALONE)
-    assert not in_bfloat16(fake_config(update=TrustRegion()), lm, None, ALONE)
+    assert in_bfloat16(fake_config(), lm, None, SINGLE_PROCESS)
+    assert not in_bfloat16(fake_config("float32"), lm, None, SINGLE_PROCESS)
+    assert not in_bfloat16(fake_config(update=TrustRegion()), lm, None, SINGLE_PROCESS)
     assert not in_bfloat16(fake_config(), lm, None, SimpleNamespace(size=2)), "ranks sum in float32"  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="they are in float64"):
-        in_bfloat16(fake_config("bfloat16"), model_of(), None, ALONE)
+        in_bfloat16(fake_config("bfloat16"), model_of(), None, SINGLE_PROCESS)
 
 
 def test_ranks_and_trust_regions_are_refused() -> None:

@@ -25,7 +25,7 @@ from ascent.models.lm_head import Head, token_stats
 from ascent.models.packed_attention import ours
 from ascent.ops.token_sampling import draw_tokens, uniform
 from ascent.training.language_learner import LanguageCritic, LanguageLearner
-from ascent.training.packing import hidden_states, host_of, place
+from ascent.training.packing import hidden_states, host_batch, place
 from tests.language import END, batch_of, gradient_of, model_of, prompts_of, rewarded, sampler_of
 
 SHARING = ("Llama", "Qwen2", "Qwen3", "Phi3", "Olmo", "Granite", "Cohere", "Mistral")
@@ -113,7 +113,7 @@ def test_a_batch_goes_to_the_device_without_what_only_the_host_reads() -> None:
     assert place(batch, torch.device("cpu")) is batch
     meta = torch.device("meta")
     placed = place(batch, meta)
-    assert host_of(placed) is batch and host_of(batch) is batch
+    assert host_batch(placed) is batch and host_batch(batch) is batch
     for name in ("response", "mask", "logp_sampler", "reward", "valid", "logp_old"):
         assert getattr(placed, name).device == meta and getattr(placed, name).shape == getattr(batch, name).shape
     assert placed.prompt is batch.prompt and placed.problem is batch.problem

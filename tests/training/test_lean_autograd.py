@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ascent.core.update import Adam
-from ascent.training.lean_autograd import lightened, run_backward
+from ascent.training.lean_autograd import run_backward, use_fused_adamw
 
 
 def parameters(dtypes: tuple[torch.dtype, ...]) -> list[torch.Tensor]:
@@ -19,7 +19,7 @@ def parameters(dtypes: tuple[torch.dtype, ...]) -> list[torch.Tensor]:
 def test_a_lightened_step_has_the_bits_of_torchs(update: Adam, dtypes: tuple[torch.dtype, ...]) -> None:
     """Over rates that change, gradients that are missing, and moments that are put in place of the old ones."""
     ours, theirs = parameters(dtypes), parameters(dtypes)
-    light, whole = lightened(update.optimizer(ours)), update.optimizer(theirs)
+    light, whole = use_fused_adamw(update.optimizer(ours)), update.optimizer(theirs)
     assert light is not None
     for step in range(6):
         for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -38,7 +38,7 @@ def test_a_lightened_step_has_the_bits_of_torchs(update: Adam, dtypes: tuple[tor
 
 def test_a_step_without_a_gradient_moves_nothing() -> None:
     (one,) = ours = parameters((torch.float32,))
-    light, before = lightened(Adam().optimizer(ours)), one.detach().clone()
+    light, before = use_fused_adamw(Adam().optimizer(ours)), one.detach().clone()
     assert light is not None
     light.step()
     assert torch.equal(one, before)
@@ -46,9 +46,9 @@ def test_a_step_without_a_gradient_moves_nothing() -> None:
 
 def test_other_optimizers_stay_as_they_are() -> None:
     plain = torch.optim.AdamW(parameters((torch.float32,)), fused=False)
-    lightened(plain)
+    use_fused_adamw(plain)
     assert "step" not in vars(plain)
-    assert lightened(None) is None
+    assert use_fused_adamw(None) is None
 
 
 def test_a_backward_pass_has_the_bits_of_torchs() -> None:

@@ -23,14 +23,14 @@ from ascent.training.language_learner import LanguageCritic, LanguageLearner
 from ascent.training.micro_batches import (
     CPU_TOKENS,
     Plan,
+    activation_bytes_per_token,
     bytes_per_token,
     head_bytes,
-    kept_bytes,
-    plan_of,
+    plan_micro_batches,
     repeat_bytes,
     update_operations,
 )
-from ascent.training.packing import computed_tokens, hidden_states, parts_of
+from ascent.training.packing import computed_tokens, hidden_states, split_batch
 from tests import language
 from tests.language import VOCAB, batch_of, gradient_of
 
@@ -76,7 +76,7 @@ def test_no_part_is_above_the_budget_unless_it_is_one_response(
     """Whatever the mixture of lengths; and every response is in one part, in order."""
     batch = batch_with(*shapes)
     batch = batch.add(index=torch.arange(len(batch.prompt)))
-    parts = list(parts_of(batch, budget, shared, repeat, padded))
+    parts = list(split_batch(batch, budget, shared, repeat, padded))
     seen = [tuple(n) for part in parts for n in part.response[part.mask].split(part.length.flatten().tolist())]
     every = [tuple(n) for n in batch.response[batch.mask].split(batch.length.flatten().tolist())]
     assert [[int(i) for i in n] for n in seen] == [[int(i) for i in n] for n in every]
@@ -87,7 +87,7 @@ def test_no_part_is_above_the_budget_unless_it_is_one_response(
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_pair_is_never_cut(shared: bool) -> None:
     pairs = batch_with([3, 4], [[50, 60], [5, 6]], sampled=False)
-    assert [part.mask.shape[:2] for part in parts_of(pairs, 20, shared)] == [(1, 2), (1, 2)]
+    assert [part.mask.shape[:2] for part in split_batch(pairs, 20, shared)] == [(1, 2), (1, 2)]
 
 
 # ---- the bytes that are foreseen ------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def kept_by(lm: Any, batch: Batch) -> int:
 def test_autograd_keeps_no_more_than_was_foreseen(kind: str) -> None:
     """By the measured bytes of a token, with repeated prompts and padded groups; masks of attention are n² beside."""
     lm = one_model(kind)
-    measured = max(kept_bytes(lm), 3 * planning._layer_bytes(lm))
+    measured = max(activation_bytes_per_token(lm), 3 * planning._layer_bytes(lm))
     repeat = repeat_bytes(lm, flash=False) / measured
     for prompts, responses in (([9, 30], [[5, 60, 9], [44, 2, 1]]), ([100], [[3] * 6]), ([4], [[200, 10]])):
         batch = batch_with(prompts, responses)
@@ -149,7 +149,7 @@ def test_layers_share_the_mask_of_attention() -> None:
 
 
 def test_a_cpu_takes_a_fixed_number_of_tokens() -> None:
-    assert plan_of(one_model("Llama"), False) == Plan(CPU_TOKENS)
+    assert plan_micro_batches(one_model("Llama"), False) == Plan(CPU_TOKENS)
 
 
 def test_a_card_takes_what_it_should_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,12 +166,12 @@ def test_a_card_takes_what_it_should_hold(monkeypatch: pytest.MonkeyPatch) -> No
     card = type("Card", (), {"total_memory": state + 100 * 4 * layer})()
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     again = int(60 * 4 * layer / bytes_per_token(lm, True))
-    assert plan_of(lm, False) == Plan(60, repeated / (4 * layer), True, again)
-    assert plan_of(lm, True) == Plan(again, repeated / bytes_per_token(lm, True), True, 0)
-    assert plan_of(lm, False, reference=True).tokens < 60
-    assert plan_of(lm, False, critic=LanguageCritic(lm, shared=False)).tokens < 60
+    assert plan_micro_batches(lm, False) == Plan(60, repeated / (4 * layer), True, again)
+    assert plan_micro_batches(lm, True) == Plan(again, repeated / bytes_per_token(lm, True), True, 0)
+    assert plan_micro_batches(lm, False, reference=True).tokens < 60
+    assert plan_micro_batches(lm, False, critic=LanguageCritic(lm, shared=False)).tokens < 60
     monkeypatch.setattr(planning, "kept_bytes", lambda _: 6 * layer)
-    assert plan_of(lm, False).tokens == 60 * 4 // 8, "what was measured counts"
+    assert plan_micro_batches(lm, False).tokens == 60 * 4 // 8, "what was measured counts"
 
 
 @pytest.mark.long
@@ -184,7 +184,7 @@ def test_a_response_that_does_not_fit_computes_its_layers_twice(monkeypatch: pyt
     learner.gradient(batch, algorithm.objective)
     want, calls = gradient_of(learner), []
     monkeypatch.setattr(learning, "checkpoint", lambda f, *a, **more: calls.append(1) or f(*a, **_plain(more)))
-    learner._room = Plan(20, checkpointed=1000)
+    learner._room = Plan(20, checkpointed_tokens=1000)
     tight = [computed_tokens(part, True) > 20 for part in learner.split(batch)]
     assert any(tight) and not all(tight)
     learner.gradient(batch, algorithm.objective)
@@ -197,8 +197,14 @@ def test_a_response_that_does_not_fit_computes_its_layers_twice(monkeypatch: pyt
     [
         (Plan(1000), ["in about 1 micro-batch of up to 1,000 tokens"]),
         (Plan(500), ["in about 2 micro-batches of up to 500 tokens"]),
-        (Plan(100, checkpointed=400), ["in about 10 micro-batches", "more than 100 tokens, its prompt counted"]),
-        (Plan(100, checkpointed=150), ["takes 160 tokens in training, and about 150 fit: lower --max-tokens"]),
+        (
+            Plan(100, checkpointed_tokens=400),
+            ["in about 10 micro-batches", "more than 100 tokens, its prompt counted"],
+        ),
+        (
+            Plan(100, checkpointed_tokens=150),
+            ["takes 160 tokens in training, and about 150 fit: lower --max-tokens"],
+        ),
     ],
 )
 def test_the_preflight_says_how_an_update_is_cut(plan: Plan, words: list[str]) -> None:

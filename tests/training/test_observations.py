@@ -35,7 +35,7 @@ from ascent.lab.pages.completions.completions import of_row
 from ascent.models.packed_attention import ours
 from ascent.runs import rollout_files as records
 from ascent.training.language_learner import LanguageCritic, LanguageLearner
-from ascent.training.small_learner import chosen, log_probs, values_of
+from ascent.training.small_learner import action_logprobs, log_probs, values_of
 from tests.language import END, VOCAB, AtOnce, model_of, prompts_of, sampler_of
 from tests.language import gradient_of as language_gradient
 
@@ -272,9 +272,11 @@ def plain_logp(policy: Any, batch: Batch) -> Tensor:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_small_transformer_sees_observations_and_scores_actions(name: str) -> None:
     policy, batch = policy_of(TINY, SPACE), observed(name)
-    close(chosen(log_probs(policy, batch), batch).detach(), plain_logp(policy, batch).detach())
+    close(action_logprobs(log_probs(policy, batch), batch).detach(), plain_logp(policy, batch).detach())
     other = batch.add(response=torch.where(batch.present & ~batch.mask, (batch.response + 1) % 4, batch.response))
-    moved = (chosen(log_probs(policy, other), other) - chosen(log_probs(policy, batch), batch)).abs() > 1e-6
+    moved = (
+        action_logprobs(log_probs(policy, other), other) - action_logprobs(log_probs(policy, batch), batch)
+    ).abs() > 1e-6
     assert moved[batch.mask].any(), "what an observation says changes the probability of later actions"
 
 

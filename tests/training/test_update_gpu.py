@@ -26,8 +26,8 @@ from ascent.models.packed_attention import AttendSegments, Group, Packed, Spans,
 from ascent.ops import load_kernels
 from ascent.training import packing
 from ascent.training.language_learner import LanguageCritic, LanguageLearner
-from ascent.training.micro_batches import kept_bytes
-from ascent.training.packing import Placed, hidden_states, host_of, place
+from ascent.training.micro_batches import activation_bytes_per_token
+from ascent.training.packing import DeviceBatch, hidden_states, host_batch, place
 from tests.flash_formulas import FlashFormulas
 from tests.language import batch_of, model_of
 from tests.training.test_language_learner import awkward, credited, dense, learner_of
@@ -76,8 +76,8 @@ def test_the_kernel_is_the_formula(heads: int, shared: int, channel: int, dtype:
     rows = [torch.randn(540, n, channel, device="cuda", dtype=dtype) for n in (heads, shared, shared)]
     grad = torch.randn(540, heads, channel, device="cuda", dtype=dtype)
     exact = [x.double().cpu().requires_grad_() for x in rows]
-    on_host = Spans.of(groups, torch.device("cpu"))
-    want = AttendSegments.apply(*exact, on_host, 0.1, FlashFormulas)
+    copy_to_host = Spans.of(groups, torch.device("cpu"))
+    want = AttendSegments.apply(*exact, copy_to_host, 0.1, FlashFormulas)
     wants = [want, *torch.autograd.grad(want, exact, grad.double().cpu())]
     rows = [x.requires_grad_() for x in rows]
     got = AttendSegments.apply(*rows, spans, 0.1, segment_kernel(rows[0]))
@@ -148,7 +148,7 @@ def test_what_mixed_keeps_of_a_token_is_what_plans_charge() -> None:
         lm.model.cuda()
         mix(lm.model, mixed)
         fuse(lm.model)
-        kept[mixed] = kept_bytes(lm)
+        kept[mixed] = activation_bytes_per_token(lm)
     assert kept[True] - kept[False] == pytest.approx(2 * 4 * 2 * 256, rel=0.25)
 
 
@@ -209,11 +209,11 @@ def test_exact_kl_reads_the_same_logits_in_the_update_as_in_scoring(
 # ---- a batch on the card --------------------------------------------------------------------------
 
 
-def placed(batch: Batch) -> Placed:
+def placed(batch: Batch) -> DeviceBatch:
     """As on a card: the tensors of the device say nothing of lengths, and must not be asked."""
     from dataclasses import fields
 
-    return Placed(**{f.name: getattr(batch, f.name) for f in fields(Batch)}, host=batch)
+    return DeviceBatch(**{f.name: getattr(batch, f.name) for f in fields(Batch)}, host=batch)
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -226,7 +226,7 @@ def test_a_placed_batch_is_the_batch(shares: bool) -> None:
     with learner._attention():
         want, got = learner.evaluate(batch), learner.evaluate(placed(batch))
     assert torch.equal(want.logp, got.logp)
-    assert host_of(placed(batch)) is batch
+    assert host_batch(placed(batch)) is batch
     assert place(batch, torch.device("cpu")) is batch
 
 
@@ -320,7 +320,7 @@ def test_a_part_of_a_placed_batch_knows_its_own_lengths() -> None:
     lm = model_of()
     batch = awkward(lm)
     part = placed(batch).select(slice(1, 3))
-    assert torch.equal(host_of(part).mask, batch.mask[1:3])
+    assert torch.equal(host_batch(part).mask, batch.mask[1:3])
 
 
 # ---- what lies between the products ---------------------------------------------------------------

@@ -21,7 +21,8 @@ import torch
 
 from ascent.cli.main import main
 from ascent.core.errors import ConfigError, RunError
-from ascent.inference.remote import remote_requests, weight_probe
+from ascent.inference.remote import request_forwarder as remote_requests
+from ascent.inference.remote import weight_probe
 from ascent.models import CausalLM
 from ascent.workflows.loaded_policy import LoadedPolicy, model_policy
 from ascent.workflows.policy_server import ServeSettings, Service, service_of, with_engine

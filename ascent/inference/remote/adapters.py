@@ -7,6 +7,6 @@ from ascent.inference.remote.vllm import VLLM
 ENGINES: tuple[EngineAdapter, ...] = (VLLM(), SGLang())
 
 
-def dialect_of(name: str) -> EngineAdapter:
+def get_adapter(name: str) -> EngineAdapter:
     """The dialect of `--engine NAME`."""
     return next(dialect for dialect in ENGINES if dialect.name == name)

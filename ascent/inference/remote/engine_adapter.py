@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from ascent.core.errors import RunError
-from ascent.inference.remote.weight_files import Manifest
+from ascent.inference.remote.weight_files import WeightManifest
 
 
 class EngineRequest(NamedTuple):
@@ -46,10 +46,10 @@ class EngineResponse(NamedTuple):
         return EngineResponse(tokens, logp, versions, later.aborted, later.ended)
 
 
-NOTHING = EngineResponse([], [], [])
+EMPTY_RESPONSE = EngineResponse([], [], [])
 
 
-class Serving(NamedTuple):
+class ServerConfig(NamedTuple):
     """What a server is to serve."""
 
     config: dict[str, Any]
@@ -62,7 +62,7 @@ class Serving(NamedTuple):
     cpu: bool
 
 
-class Spoken(Protocol):
+class ServerConnection(Protocol):
     """What a dialect may do with a server."""
 
     url: str
@@ -107,11 +107,11 @@ class EngineAdapter(ABC):
         """A response as far as it has come, with the next event of its stream. Errors as in `read`."""
 
     @abstractmethod
-    async def greet(self, server: Spoken, serving: Serving) -> None:
+    async def greet(self, server: ServerConnection, serving: ServerConfig) -> None:
         """Before its first weights. RunError where it is not what this dialect is for, or cannot serve this run."""
 
     @abstractmethod
-    async def load(self, server: Spoken, weights: Manifest, version: int) -> None:
+    async def load(self, server: ServerConnection, weights: WeightManifest, version: int) -> None:
         """New weights: pause, transfer, compare what arrived, forget the caches of the old ones, continue.
 
         Responses that are being written wait meanwhile, and continue under the new weights with their cache computed
@@ -119,11 +119,11 @@ class EngineAdapter(ABC):
         """
 
     @abstractmethod
-    def arguments(self, serving: Serving, model: Path, port: int) -> list[str]:
+    def arguments(self, serving: ServerConfig, model: Path, port: int) -> list[str]:
         """What the interpreter of its environment is started with, to listen on loopback at this port."""
 
     @abstractmethod
-    def environment(self, serving: Serving) -> tuple[dict[str, str], dict[str, str]]:
+    def environment(self, serving: ServerConfig) -> tuple[dict[str, str], dict[str, str]]:
         """Environment variables: those that the user may have set otherwise, and those that have to be."""
 
     def close(self) -> None:  # noqa: B027 (most have nothing)
@@ -144,7 +144,7 @@ class EngineAdapter(ABC):
             )
 
 
-def versions_of(spans: Any) -> list[int]:
+def token_versions(spans: Any) -> list[int]:
     """The version of each token, from spans of tokens; −1: the server has not got any weights from us."""
     named = {span["version"]: -1 if span["version"] == "default" else int(span["version"]) for span in spans or []}
     return [named[span["version"]] for span in spans or [] for _ in range(int(span["start"]), int(span["end"]))]

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ascent.distributed.process_group import group_over
-from ascent.inference.remote.engine_adapter import Serving, Spoken
+from ascent.distributed.process_group import make_process_group
+from ascent.inference.remote.engine_adapter import ServerConfig, ServerConnection
 from ascent.inference.remote.server_client import ServerLostError
 from ascent.inference.remote.vllm import VLLM
-from ascent.inference.remote.weight_files import Manifest
+from ascent.inference.remote.weight_files import WeightManifest
 
 LOOPBACK = "127.0.0.1"
 PATIENCE = 4
@@ -52,7 +52,7 @@ class WeightGroup:
         """Meet the workers. It takes as long as they do."""
         if self.backend == "nccl":
             torch.cuda.set_device(self.device)
-        self._group = group_over(self.store, 0, self.size, self.backend, self.wait, LOOPBACK)
+        self._group = make_process_group(self.store, 0, self.size, self.backend, self.wait, LOOPBACK)
 
     def send(self, tensors: dict[str, Tensor]) -> None:
         """Broadcast all of them, in order."""
@@ -73,7 +73,7 @@ class WeightGroup:
             threading.Thread(target=group.abort, name="ascent-weights-end", daemon=True).start()
 
 
-class Collective(VLLM):
+class NcclVLLM(VLLM):
     """The life cycle of weights is vLLM's, as with a file; a group per server stays from load to load."""
 
     by_file, transfer = False, "collective"
@@ -84,11 +84,11 @@ class Collective(VLLM):
         self._one_at_a_time = asyncio.Lock()
         """Two broadcasts at once on one GPU may wait for one another."""
 
-    async def greet(self, server: Spoken, serving: Serving) -> None:
+    async def greet(self, server: ServerConnection, serving: ServerConfig) -> None:
         self._end(server)
         await super().greet(server, serving)
 
-    async def load(self, server: Spoken, weights: Manifest, version: int) -> None:
+    async def load(self, server: ServerConnection, weights: WeightManifest, version: int) -> None:
         async with self._one_at_a_time:
             try:
                 await super().load(server, weights, version)
@@ -96,7 +96,7 @@ class Collective(VLLM):
                 self._end(server)
                 raise
 
-    async def begin(self, server: Spoken) -> None:
+    async def begin(self, server: ServerConnection) -> None:
         if server.url in self._groups:
             return
         workers = int((await server.ask("/get_world_size"))["world_size"])
@@ -106,13 +106,13 @@ class Collective(VLLM):
         about["seconds"] = group.wait.total_seconds()
         await both(server.ask("/init_weight_transfer_engine", {"init_info": about}), group.join)
 
-    async def update(self, server: Spoken, weights: Manifest) -> None:
+    async def update(self, server: ServerConnection, weights: WeightManifest) -> None:
         group, held = self._groups[server.url], weights.held or {}
         about: dict[str, Any] = {"names": list(held), "shapes": [list(tensor.shape) for tensor in held.values()]}
         about["dtypes"] = [str(tensor.dtype).removeprefix("torch.") for tensor in held.values()]
         await both(server.ask("/update_weights", {"update_info": about}), lambda: group.send(held))
 
-    def _end(self, server: Spoken) -> None:
+    def _end(self, server: ServerConnection) -> None:
         group = self._groups.pop(server.url, None)
         if group is not None:
             group.end()

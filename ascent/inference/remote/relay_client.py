@@ -10,18 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from ascent.core.errors import ConfigError, RunError
-from ascent.inference.remote.engine_adapter import EngineAdapter, EngineRequest, EngineResponse, Serving, Spoken
-from ascent.inference.remote.weight_files import Manifest
+from ascent.inference.remote.engine_adapter import (
+    EngineAdapter,
+    EngineRequest,
+    EngineResponse,
+    ServerConfig,
+    ServerConnection,
+)
+from ascent.inference.remote.weight_files import WeightManifest
 
-ABOUT, GREET, GENERATE, WEIGHTS, LOAD = "/about", "/greet", "/generate", "/weights", "/load"
-SHORTEST_KEY = 16
+ABOUT_PATH, CHECK_PATH, GENERATE_PATH, WEIGHTS_PATH, LOAD_PATH = "/about", "/greet", "/generate", "/weights", "/load"
+MIN_KEY_LENGTH = 16
 """Characters of a key that nobody guesses."""
 
 
-class Relayed(EngineAdapter):
+class RelayAdapter(EngineAdapter):
     """What is asked of a relay, whichever engine is behind it."""
 
-    generates, advice = GENERATE, "Is it `ascent engine`, of this version of Ascent"
+    generates, advice = GENERATE_PATH, "Is it `ascent engine`, of this version of Ascent"
 
     def __init__(self, engine: EngineAdapter):
         self.engine = engine
@@ -39,21 +45,21 @@ class Relayed(EngineAdapter):
         """Events have new tokens, and the last one the whole answer."""
         return self.read(event) if event["whole"] else before.then(self.read(event))
 
-    async def greet(self, server: Spoken, serving: Serving) -> None:
-        engine = (await server.ask(ABOUT))["engine"]
+    async def greet(self, server: ServerConnection, serving: ServerConfig) -> None:
+        engine = (await server.ask(ABOUT_PATH))["engine"]
         if engine != self.name:
             raise RunError(f"{server.url} is `ascent engine {engine}`, and this run has --engine {self.name}")
         needed = {"architectures": serving.config["architectures"]}
-        await server.ask(GREET, serving._replace(config=needed)._asdict())
+        await server.ask(CHECK_PATH, serving._replace(config=needed)._asdict())
 
-    async def load(self, server: Spoken, weights: Manifest, version: int) -> None:
-        sent = await server.send(WEIGHTS, weights.path)
-        await server.ask(LOAD, {"upload": sent["upload"], "version": version, "tensors": weights.tensors})
+    async def load(self, server: ServerConnection, weights: WeightManifest, version: int) -> None:
+        sent = await server.send(WEIGHTS_PATH, weights.path)
+        await server.ask(LOAD_PATH, {"upload": sent["upload"], "version": version, "tensors": weights.tensors})
 
-    def arguments(self, serving: Serving, model: Path, port: int) -> list[str]:
+    def arguments(self, serving: ServerConfig, model: Path, port: int) -> list[str]:
         return self.engine.arguments(serving, model, port)
 
-    def environment(self, serving: Serving) -> tuple[dict[str, str], dict[str, str]]:
+    def environment(self, serving: ServerConfig) -> tuple[dict[str, str], dict[str, str]]:
         return self.engine.environment(serving)
 
 
@@ -69,9 +75,9 @@ def read_key(variable: str, file: str, flag: str = "--") -> str:
             raise ConfigError(f"{source}: it cannot be read ({type(error).__name__})") from None
         if about.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise ConfigError(f"{source}: others on this machine can read it. chmod 600 {file}")
-    if len(key) < SHORTEST_KEY or not (key.isascii() and key.isprintable()):
+    if len(key) < MIN_KEY_LENGTH or not (key.isascii() and key.isprintable()):
         raise ConfigError(
-            f"{source} has no key of {SHORTEST_KEY} plain characters or more. Make one for both machines, as by "
+            f"{source} has no key of {MIN_KEY_LENGTH} plain characters or more. Make one for both machines, as by "
             "(umask 077; openssl rand -hex 32 > FILE), and set "
             f"{flag}key-file FILE, or put it in an environment variable and set {flag}key-env NAME"
         )

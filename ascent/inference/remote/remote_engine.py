@@ -27,7 +27,7 @@ from ascent.core.protocols import FinishedRollouts, PendingRollout, RolloutReque
 from ascent.core.types import Prompts, Rollouts
 from ascent.inference.environment_turns import EnvironmentTurns
 from ascent.inference.occupancy import Timeline
-from ascent.inference.remote.engine_adapter import NOTHING, EngineRequest, EngineResponse
+from ascent.inference.remote.engine_adapter import EMPTY_RESPONSE, EngineRequest, EngineResponse
 from ascent.inference.remote.server_client import ServerLostError
 from ascent.inference.remote.server_pool import Server, ServerPool
 from ascent.inference.stop_strings import Stops
@@ -76,7 +76,7 @@ class UnderWay:
 
     def group(self, prompt: int) -> list[EngineResponse]:
         """What is there of its responses."""
-        return [self.answers.get((prompt, sample), NOTHING) for sample in range(self.ticket.samples)]
+        return [self.answers.get((prompt, sample), EMPTY_RESPONSE) for sample in range(self.ticket.samples)]
 
 
 @dataclass(eq=False)
@@ -86,7 +86,7 @@ class Asked:
     of: UnderWay
     place: tuple[int, int]
     request: EngineRequest
-    before: EngineResponse = NOTHING
+    before: EngineResponse = EMPTY_RESPONSE
     """The turns before this one, with what was observed between them."""
     server: Server | None = None
     life: int = 0
@@ -94,7 +94,7 @@ class Asked:
     version: int = -1
 
 
-class ServedSampler(Sampler):
+class RemoteEngine(Sampler):
     """Draws from servers, which get the learner's weights at each load and are probed before any ticket."""
 
     fills = frozenset({"reward_greedy"})
@@ -163,7 +163,7 @@ class ServedSampler(Sampler):
         if each is None or not each.answers:
             return one
         every = list(range(len(one.ticket.prompts)))
-        going = torch.tensor([[answer is NOTHING for answer in each.group(prompt)] for prompt in every])
+        going = torch.tensor([[answer is EMPTY_RESPONSE for answer in each.group(prompt)] for prompt in every])
         return replace(one, drawn=self._rollouts(each, every), going=going if bool(going.any()) else None)
 
     def finished(self, step: int, deadline: float) -> Iterator[FinishedRollouts]:

@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ascent.core.errors import ConfigError, RunError
-from ascent.inference.remote.engine_adapter import NOTHING, EngineAdapter, EngineRequest, EngineResponse, Serving
-from ascent.inference.remote.weight_files import Manifest
+from ascent.inference.remote.engine_adapter import (
+    EMPTY_RESPONSE,
+    EngineAdapter,
+    EngineRequest,
+    EngineResponse,
+    ServerConfig,
+)
+from ascent.inference.remote.weight_files import WeightManifest
 
 GLANCE = 30.0
 """Seconds in which a living server says that it lives, if its deadline is not shorter."""
@@ -24,14 +30,14 @@ EXCERPT = 300
 PIECE = 2**20
 """Bytes of weights that are sent at once."""
 Some = TypeVar("Some")
-Hear = Callable[[EngineResponse], None]
+OnProgress = Callable[[EngineResponse], None]
 
 
 class ServerLostError(Exception):
     """The server is gone, or does not answer: what it was asked may be asked again."""
 
 
-class Calls:
+class EventLoopThread:
     """A thread with an event loop: requests run there while the run computes."""
 
     def __init__(self) -> None:
@@ -56,7 +62,7 @@ class Calls:
         self.loop.close()
 
 
-class Lanes:
+class PrioritySemaphore:
     """So many may work at once. Of those who wait, an earlier step goes first, and then who came first."""
 
     def __init__(self, free: int):
@@ -90,7 +96,7 @@ class Lanes:
         self.free += 1
 
 
-class Client:
+class ServerClient:
     """What is asked of one server. It knows nothing of tickets."""
 
     def __init__(self, url: str, dialect: EngineAdapter, at_once: int, deadline: float, key: str = ""):
@@ -105,7 +111,7 @@ class Client:
         self._http = httpx.AsyncClient(  # no proxy to loopback
             timeout=None, limits=limits, trust_env=False, headers=headers, verify=verify
         )
-        self.lanes, self._key = Lanes(at_once), key
+        self.lanes, self._key = PrioritySemaphore(at_once), key
 
     async def ask(self, path: str, body: Any = None, seconds: float | None = None) -> Any:
         """POST, or GET without a body; the answer's JSON. Lost: no answer in time, or the server itself has failed."""
@@ -187,9 +193,9 @@ class Client:
             return False
         return True
 
-    async def generate(self, request: EngineRequest, salt: str, hear: Hear | None = None) -> EngineResponse:
+    async def generate(self, request: EngineRequest, salt: str, hear: OnProgress | None = None) -> EngineResponse:
         """One response. `hear` is told how far it has come."""
-        body, answer = self.dialect.body(request, salt), NOTHING
+        body, answer = self.dialect.body(request, salt), EMPTY_RESPONSE
         if hear is None:
             reply = await self.ask(self.dialect.generates, body)
             with self._reading():
@@ -218,12 +224,12 @@ class Client:
             )
         return answer
 
-    async def greet(self, serving: Serving) -> None:
+    async def greet(self, serving: ServerConfig) -> None:
         """Before its first weights. RunError where it cannot serve this run."""
         with self._reading():
             await self.dialect.greet(self, serving)
 
-    async def load(self, weights: Manifest, version: int) -> None:
+    async def load(self, weights: WeightManifest, version: int) -> None:
         """New weights, and none of the old ones' caches."""
         with self._reading():
             await self.dialect.load(self, weights, version)

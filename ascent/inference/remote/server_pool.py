@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ascent.core.errors import RunError
-from ascent.inference.remote.adapters import dialect_of
-from ascent.inference.remote.engine_adapter import EngineAdapter, EngineRequest, EngineResponse, Serving
-from ascent.inference.remote.nccl_transfer import Collective
-from ascent.inference.remote.relay_client import Relayed, read_key
-from ascent.inference.remote.server_client import Calls, Client, Hear, ServerLostError
+from ascent.inference.remote.adapters import get_adapter
+from ascent.inference.remote.engine_adapter import EngineAdapter, EngineRequest, EngineResponse, ServerConfig
+from ascent.inference.remote.nccl_transfer import NcclVLLM
+from ascent.inference.remote.relay_client import RelayAdapter, read_key
+from ascent.inference.remote.server_client import EventLoopThread, OnProgress, ServerClient, ServerLostError
 from ascent.inference.remote.server_process import ServerProcess
-from ascent.inference.remote.weight_files import Manifest, checkpoint_tensors, prepared
-from ascent.inference.remote.weight_probe import Probe
+from ascent.inference.remote.weight_files import WeightManifest, checkpoint_tensors, prepared
+from ascent.inference.remote.weight_probe import WeightProbe
 from ascent.models.causal_lm import CausalLM, LanguageModel
 
 BEGUN = 0.25
@@ -31,7 +31,7 @@ TRIES = 3
 class Server:
     """One server, and what it owes."""
 
-    client: Client
+    client: ServerClient
     process: ServerProcess | None = None
     """None: somebody else has started it."""
     owed: "set[Future[EngineResponse]]" = field(default_factory=set)
@@ -59,12 +59,12 @@ class ServerPool:
 
     def __init__(self, policy: CausalLM, lm: LanguageModel, rows: int, length: int, temperature: float):
         self.lm, self.rows, self.deadline = lm, rows, policy.engine_deadline
-        self.probe, self.version, self._served = Probe(lm, temperature), -1, -1
-        self.calls, self._run = Calls(), uuid.uuid4().hex
+        self.probe, self.version, self._served = WeightProbe(lm, temperature), -1, -1
+        self.calls, self._run = EventLoopThread(), uuid.uuid4().hex
         self._policy = policy
-        self._dialect: EngineAdapter = dialect_of(policy.engine)
+        self._dialect: EngineAdapter = get_adapter(policy.engine)
         if policy.engine_transport == "nccl":
-            self._dialect = Collective(lm.device, self.deadline)
+            self._dialect = NcclVLLM(lm.device, self.deadline)
         self.servers: list[Server] = []
         self.tell: Callable[[str], None] = lambda _: None
         """What becomes of them, for whoever waits."""
@@ -73,27 +73,27 @@ class ServerPool:
         described["eos_token_id"] = sorted(lm.ends)
         dtype = str(lm.model.dtype).removeprefix("torch.")
         rows += len(self.probe.prompts) + 1  # a probe finds room, however many responses are under way
-        self._serving = Serving(described, dtype, max(length, self.probe.length), rows, lm.device.type == "cpu")
+        self._serving = ServerConfig(described, dtype, max(length, self.probe.length), rows, lm.device.type == "cpu")
 
     def start(self, folder: Path) -> None:
         """Know the servers; `folder` is for what belongs to one that Ascent starts, its log above all."""
         policy = self._policy
         if policy.engine_key_env or policy.engine_key_file:
             self._key = read_key(policy.engine_key_env, policy.engine_key_file, "--engine.")
-            self._dialect = Relayed(self._dialect)
+            self._dialect = RelayAdapter(self._dialect)
         if policy.engine_url:
             self.servers = [Server(self._client(url)) for url in policy.engine_url]
             return
         process = ServerProcess(policy.engine_python, self._dialect, self._serving, policy.engine_args, folder)
         self.servers = [Server(self._client(process.url), process)]
 
-    def _client(self, url: str) -> Client:
-        return Client(url, self._dialect, self.rows, self.deadline, self._key)
+    def _client(self, url: str) -> ServerClient:
+        return ServerClient(url, self._dialect, self.rows, self.deadline, self._key)
 
     # ---- requests
 
     def ask(
-        self, step: int, place: int, request: EngineRequest, hear: Hear | None = None
+        self, step: int, place: int, request: EngineRequest, hear: OnProgress | None = None
     ) -> "tuple[Server, Future[EngineResponse]]":
         """One response. All samples of a prompt, which share its place, go to the server that has encoded it.
 
@@ -144,7 +144,7 @@ class ServerPool:
                 if server.continued is not None:
                     self.probe.check_continued(server.continued, server.client.url, self.version)
 
-    async def _equip(self, server: Server, weights: Manifest) -> str:
+    async def _equip(self, server: Server, weights: WeightManifest) -> str:
         """Weights for a server, and its answers to the probe, which end at no token; how it was lost, if it was."""
         client, requests, salt = server.client, self.probe.requests(), f"{self._run}-{self.version}"
         continued: asyncio.Task[EngineResponse] | None = None

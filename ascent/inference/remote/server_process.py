@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ascent.core.errors import ConfigError, RunError
-from ascent.inference.remote.engine_adapter import EngineAdapter, Serving
+from ascent.inference.remote.engine_adapter import EngineAdapter, ServerConfig
 from ascent.inference.remote.server_client import ServerLostError
 
 START = 600.0
@@ -33,7 +33,7 @@ WITH_PARENT = (
 class ServerProcess:
     """One server, in a process group of its own, listening on loopback only."""
 
-    def __init__(self, environment: str, dialect: EngineAdapter, serving: Serving, args: str, folder: Path):
+    def __init__(self, environment: str, dialect: EngineAdapter, serving: ServerConfig, args: str, folder: Path):
         self.python, self.dialect, self.serving = find_python(environment), dialect, serving
         self.args, self.folder, self.port = shlex.split(args), folder, 0
         self.log = folder / f"{dialect.name}.log"

@@ -28,11 +28,11 @@ from ascent.inference.remote.engine_adapter import (
     EngineAdapter,
     EngineRequest,
     EngineResponse,
-    Serving,
-    Spoken,
-    versions_of,
+    ServerConfig,
+    ServerConnection,
+    token_versions,
 )
-from ascent.inference.remote.weight_files import Manifest
+from ascent.inference.remote.weight_files import WeightManifest
 
 MARGIN = 8
 """Tokens of context that no prompt with its response may use."""
@@ -65,7 +65,7 @@ class SGLang(EngineAdapter):
         if [int(entry[1]) for entry in drawn] != tokens:
             raise ValueError("its log-probs are of other tokens")
         aborted = about["finish_reason"]["type"] == "abort"  # one that only waited has no versions
-        versions = versions_of(about.get("weight_versions"))
+        versions = token_versions(about.get("weight_versions"))
         return EngineResponse(tokens, [float(entry[0]) for entry in drawn], versions, aborted)
 
     def more(self, before: EngineResponse, event: Any) -> EngineResponse:
@@ -75,7 +75,7 @@ class SGLang(EngineAdapter):
         pairs = list(zip(event["output_ids"], drawn, strict=False))
         return EngineResponse([int(token) for token, _ in pairs], [float(entry[0]) for _, entry in pairs], [])
 
-    async def greet(self, server: Spoken, serving: Serving) -> None:
+    async def greet(self, server: ServerConnection, serving: ServerConfig) -> None:
         about, model = await server.ask("/server_info"), await server.ask("/model_info")
         self.know(server.url, about["version"])
         if not about["enable_deterministic_inference"]:
@@ -92,7 +92,7 @@ class SGLang(EngineAdapter):
             )
         self.fits(server.url, about["max_req_input_len"] + 6, serving.length + MARGIN, "--context-length")
 
-    async def load(self, server: Spoken, weights: Manifest, version: int) -> None:
+    async def load(self, server: ServerConnection, weights: WeightManifest, version: int) -> None:
         await server.ask("/pause_generation", {"mode": "retract"})
         update: dict[str, Any] = {"model_path": str(weights.path.parent), "load_format": "safetensors"}
         update |= {"weight_version": str(version), "flush_cache": True, "abort_all_requests": False}
@@ -101,7 +101,7 @@ class SGLang(EngineAdapter):
             raise RunError(f"{server.url} has not loaded version {version}: {loaded['message']}")
         await server.ask("/continue_generation", {})
 
-    def arguments(self, serving: Serving, model: Path, port: int) -> list[str]:
+    def arguments(self, serving: ServerConfig, model: Path, port: int) -> list[str]:
         own = ["-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)]
         own += ["--dtype", serving.dtype, "--context-length", str(serving.length + MARGIN)]
         return [
@@ -112,6 +112,6 @@ class SGLang(EngineAdapter):
             *(["--device", "cpu"] if serving.cpu else []),
         ]
 
-    def environment(self, serving: Serving) -> tuple[dict[str, str], dict[str, str]]:
+    def environment(self, serving: ServerConfig) -> tuple[dict[str, str], dict[str, str]]:
         longer = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}  # no position beyond the model's own is used
         return {}, longer | {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "PYTHONPATH": ""}

@@ -9,11 +9,11 @@ from ascent.inference.remote.engine_adapter import (
     EngineAdapter,
     EngineRequest,
     EngineResponse,
-    Serving,
-    Spoken,
-    versions_of,
+    ServerConfig,
+    ServerConnection,
+    token_versions,
 )
-from ascent.inference.remote.weight_files import Manifest
+from ascent.inference.remote.weight_files import WeightManifest
 
 INSIDE = Path(__file__).parent / "inside"
 """The folder that vLLM finds its worker extension in; nothing else is in it."""
@@ -52,7 +52,7 @@ class VLLM(EngineAdapter):
         return EngineResponse(
             [int(token) for token in choice["token_ids"] or []],
             [float(entry["logprob"]) for entry in content],
-            versions_of(choice["weight_versions"]),
+            token_versions(choice["weight_versions"]),
             aborted=choice.get("finish_reason") == "abort",
         )
 
@@ -61,12 +61,12 @@ class VLLM(EngineAdapter):
         piece = self.read(event)
         return before._replace(versions=[]).then(piece)
 
-    async def greet(self, server: Spoken, serving: Serving) -> None:
+    async def greet(self, server: ServerConnection, serving: ServerConfig) -> None:
         self.know(server.url, (await server.ask("/version"))["version"])
         (served,) = (await server.ask("/v1/models"))["data"]
         self.fits(server.url, served["max_model_len"], serving.length, "--max-model-len")
 
-    async def load(self, server: Spoken, weights: Manifest, version: int) -> None:
+    async def load(self, server: ServerConnection, weights: WeightManifest, version: int) -> None:
         await self.begin(server)
         await server.ask("/pause?mode=keep&clear_cache=false", {})
         await server.ask("/start_weight_update", {})
@@ -76,15 +76,15 @@ class VLLM(EngineAdapter):
         await server.ask("/reset_prefix_cache?reset_running_requests=true", {})
         await server.ask("/resume", {})
 
-    async def begin(self, server: Spoken) -> None:
+    async def begin(self, server: ServerConnection) -> None:
         """Before weights: what both sides agree upon."""
         await server.ask("/init_weight_transfer_engine", {"init_info": {}})
 
-    async def update(self, server: Spoken, weights: Manifest) -> None:
+    async def update(self, server: ServerConnection, weights: WeightManifest) -> None:
         """The weights themselves."""
         await server.ask("/update_weights", {"update_info": {"path": str(weights.path)}})
 
-    def arguments(self, serving: Serving, model: Path, port: int) -> list[str]:
+    def arguments(self, serving: ServerConfig, model: Path, port: int) -> list[str]:
         own = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"]
         own += ["--port", str(port), "--dtype", serving.dtype, "--max-model-len", str(serving.length)]
         backend = json.dumps({"backend": self.transfer})
@@ -97,13 +97,13 @@ class VLLM(EngineAdapter):
             backend,
         ]
 
-    def environment(self, serving: Serving) -> tuple[dict[str, str], dict[str, str]]:
+    def environment(self, serving: ServerConfig) -> tuple[dict[str, str], dict[str, str]]:
         on_cpu = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
         always = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(INSIDE)}
         return on_cpu if serving.cpu else {}, always
 
 
-def compare(url: str, weights: Manifest, reply: Any) -> None:
+def compare(url: str, weights: WeightManifest, reply: Any) -> None:
     """RunError where a worker has not read just these tensors, or has parameters that none of them reached."""
     for worker in reply["results"]:
         received, untouched = worker["tensors"], worker["untouched"]

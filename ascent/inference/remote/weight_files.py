@@ -21,7 +21,7 @@ SHARED = Path("/dev/shm")
 PREFIX = "ascent-weights-"
 
 
-class Manifest(NamedTuple):
+class WeightManifest(NamedTuple):
     """What a file of weights holds."""
 
     path: Path
@@ -51,20 +51,22 @@ def checkpoint_tensors(lm: LanguageModel) -> dict[str, Tensor]:
     return revert_weight_conversion(lm.model, tensors)
 
 
-def write_weights(tensors: dict[str, Tensor], folder: Path) -> Manifest:
+def write_weights(tensors: dict[str, Tensor], folder: Path) -> WeightManifest:
     """All of them in one safetensors file."""
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     path = folder / "weights.safetensors"
     save_file(held, path)
-    return Manifest(path, {name: [list(tensor.shape), checksum(tensor)] for name, tensor in held.items()})
+    return WeightManifest(path, {name: [list(tensor.shape), checksum(tensor)] for name, tensor in held.items()})
 
 
 @contextmanager
-def prepared(tensors: dict[str, Tensor], by_file: bool) -> Iterator[Manifest]:
+def prepared(tensors: dict[str, Tensor], by_file: bool) -> Iterator[WeightManifest]:
     """Inside, the weights can be handed over: as a file, which is removed afterwards, or as they are."""
     if not by_file:
         held = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        yield Manifest(Path(), {name: [list(each.shape), checksum(each.cpu())] for name, each in held.items()}, held)
+        yield WeightManifest(
+            Path(), {name: [list(each.shape), checksum(each.cpu())] for name, each in held.items()}, held
+        )
         return
     folder = weights_folder(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
     try:

@@ -24,7 +24,7 @@ FACTOR, FLOOR, FIRST = 3.0, 1e-3, 0.1
 """The bound: `FACTOR` times the first load's gap, but not below `FLOOR`; and the first load's own bound, in nats."""
 
 
-class Probe:
+class WeightProbe:
     """Compares one server with the model in this process; remembers the gap of the first load."""
 
     def __init__(self, lm: LanguageModel, temperature: float):

@@ -20,12 +20,12 @@ from ascent.inference.runners.cuda_graph import BUCKETS, TOGETHER
 from ascent.inference.runners.cuda_graph import SHARE as CACHES
 from ascent.models.lm_head import CHUNK_BYTES
 from ascent.models.quantization import BYTES
-from ascent.training.captured_updates import SHARE as CAPTURED
-from ascent.training.micro_batches import COMPACT_BYTES, SHARE, STATE_BYTES
+from ascent.training.captured_updates import MAX_CAPTURE_FRACTION
+from ascent.training.micro_batches import ACTIVATION_FRACTION, COMPACT_BYTES_PER_PARAM, STATE_BYTES_PER_PARAM
 from ascent.workflows.planning.gpus import FIT, Card, Fit
 from ascent.workflows.planning.model_shapes import ModelShape
 
-MOMENTS = {STATE_BYTES: 28, COMPACT_BYTES: 20}
+MOMENTS = {STATE_BYTES_PER_PARAM: 28, COMPACT_BYTES_PER_PARAM: 20}
 """Bytes that Adam moves per trained parameter, by those that it takes."""
 PADDED = 1.125
 """Times its tokens, the row of an update whose passes are captured, about."""
@@ -84,13 +84,19 @@ class OneCard:
         return launches + self.fit.operations * 2 * self.shape.blocks * tokens / self.card.rate
 
     def update(
-        self, batch: Tokens, room: float, trained: int, again: bool = False, per: int = STATE_BYTES, alone: bool = True
+        self,
+        batch: Tokens,
+        room: float,
+        trained: int,
+        again: bool = False,
+        per: int = STATE_BYTES_PER_PARAM,
+        alone: bool = True,
     ) -> float:
         """Gradients of a batch in micro-batches of at most `room` tokens, and a step of Adam. `alone`: in one rank."""
         micro = max(1, -(-batch.tokens // max(1, room)))
         work = self._work(batch, again)
         launched = 0.0
-        if again or not alone or per != STATE_BYTES or not self._captured(batch, micro, trained):
+        if again or not alone or per != STATE_BYTES_PER_PARAM or not self._captured(batch, micro, trained):
             launched = self.fit.launch * self.shape.layers * micro * (4 / 3 if again else 1)
         passes = max(launched, work)
         passes += 2 * micro * self.unpacking  # forward and back
@@ -99,7 +105,7 @@ class OneCard:
     def _captured(self, batch: Tokens, micro: float, trained: int) -> bool:
         """Are the passes of such an update captured as graphs, so that the host has little to launch?"""
         held = PADDED * batch.tokens * self.kept + 4 * trained
-        return micro == 1 and held < CAPTURED * self.card.memory
+        return micro == 1 and held < MAX_CAPTURE_FRACTION * self.card.memory
 
     def score(self, batch: Tokens, room: float) -> float:
         """Log-probs of a batch: forward passes."""
@@ -120,13 +126,13 @@ class OneCard:
     # ---- bytes
 
     def state(
-        self, trained: int, reference: bool, critic: int, ranks: int = 1, per: int = STATE_BYTES
+        self, trained: int, reference: bool, critic: int, ranks: int = 1, per: int = STATE_BYTES_PER_PARAM
     ) -> dict[str, int]:
         """What is there whatever the batch is, `critic` bytes of a critic among it.
 
         `ranks`: over how many it is in shards; `per`: bytes of a trained parameter.
         """
-        name = "float32 copy, gradients, Adam" if per == STATE_BYTES else "gradients and Adam in bfloat16"
+        name = "float32 copy, gradients, Adam" if per == STATE_BYTES_PER_PARAM else "gradients and Adam in bfloat16"
         parts = {"parameters": self.parameters, name: (per - 2) * trained // ranks}
         if reference:
             parts["reference"] = (4 if ranks > 1 else 2) * trained // ranks
@@ -143,7 +149,7 @@ class OneCard:
 
     def micro(self, state: int, checkpointing: bool) -> float:
         """Tokens of the largest micro-batch that the learner would take."""
-        return max(1.0, SHARE * max(0, self.card.memory - state) / self.per_token(checkpointing))
+        return max(1.0, ACTIVATION_FRACTION * max(0, self.card.memory - state) / self.per_token(checkpointing))
 
     def cached(self, state: int) -> float:
         """Tokens of caches that the sampler would hold at most."""

@@ -14,7 +14,12 @@ from ascent.core.config import Config
 from ascent.core.errors import ConfigError
 from ascent.core.update import Adam
 from ascent.inference.engine import ROWS
-from ascent.training.micro_batches import COMPACT_BYTES, CROWDED, SHARE, STATE_BYTES
+from ascent.training.micro_batches import (
+    ACTIVATION_FRACTION,
+    COMPACT_BYTES_PER_PARAM,
+    COMPACT_THRESHOLD,
+    STATE_BYTES_PER_PARAM,
+)
 from ascent.workflows.planning.cost_model import OneCard, Tokens, forward_passes
 from ascent.workflows.planning.gpus import Cluster
 from ascent.workflows.planning.model_shapes import ModelShape
@@ -139,13 +144,13 @@ class Planner:
         """A head alone, or a backbone that trains what the policy's does."""
         critic, shape = self.config.algorithm.critic, self.shape
         if not critic.on or critic.shared:
-            return STATE_BYTES * shape.width * critic.on
+            return STATE_BYTES_PER_PARAM * shape.width * critic.on
         frozen = (
             self.one.parameters * (1 - self.trained / shape.every)
             if not self.config.policy.lora
             else self.one.parameters
         )
-        return int(frozen) + STATE_BYTES * self.trained
+        return int(frozen) + STATE_BYTES_PER_PARAM * self.trained
 
     def _shards(self) -> bool:
         wanted, size = self.config.ranks.shard, self.cluster.size
@@ -155,17 +160,21 @@ class Planner:
             return False
         if wanted == "shard":
             return True
-        state = STATE_BYTES * self.trained + 2 * (self.shape.every - self.trained)
-        return state > SHARE * self.cluster.card.memory and never_in_shards(self.config) is None
+        state = STATE_BYTES_PER_PARAM * self.trained + 2 * (self.shape.every - self.trained)
+        return state > ACTIVATION_FRACTION * self.cluster.card.memory and never_in_shards(self.config) is None
 
     def _bytes(self) -> int:
         policy, able = self.config.policy, isinstance(self.config.algorithm.update, Adam) and self.cluster.size == 1
         if policy.optimizer_state == "bfloat16" and not able:
             raise ConfigError("--policy.optimizer-state bfloat16 is for one card and Adam's moments. Leave it out")
         if policy.optimizer_state != "auto" or policy.lora or not able:
-            return COMPACT_BYTES if policy.optimizer_state == "bfloat16" else STATE_BYTES
+            return COMPACT_BYTES_PER_PARAM if policy.optimizer_state == "bfloat16" else STATE_BYTES_PER_PARAM
         wide = self.one.state(self.trained, self.config.algorithm.reference.kept, self.critic)
-        return COMPACT_BYTES if sum(wide.values()) > CROWDED * self.cluster.card.memory else STATE_BYTES
+        return (
+            COMPACT_BYTES_PER_PARAM
+            if sum(wide.values()) > COMPACT_THRESHOLD * self.cluster.card.memory
+            else STATE_BYTES_PER_PARAM
+        )
 
     # ---- memory
 
@@ -176,7 +185,7 @@ class Planner:
     def needed(self) -> int:
         """The fewest cards on which the state fits with something left to work with; 0: however many there are."""
         for count in range(1, 4097):
-            per = self.per if count == 1 else STATE_BYTES
+            per = self.per if count == 1 else STATE_BYTES_PER_PARAM
             parts = self.one.state(self.trained, self.config.algorithm.reference.kept, self.critic, count, per)
             if sum(parts.values()) < FULL**2 * self.cluster.card.memory:
                 return count

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ascent.core.errors import ConfigError, RunError
-from ascent.inference.remote.engine_adapter import Serving
-from ascent.inference.remote.nccl_transfer import Collective, WeightGroup, both
+from ascent.inference.remote.engine_adapter import ServerConfig
+from ascent.inference.remote.nccl_transfer import NcclVLLM, WeightGroup, both
 from ascent.inference.remote.server_client import ServerLostError
 from ascent.inference.remote.weight_files import prepared
 from ascent.settings import configure
@@ -109,7 +109,7 @@ def test_the_store_is_on_loopback_and_a_group_of_a_gpu_is_nccls() -> None:
 
 
 def test_a_server_is_started_for_a_broadcast_and_others_are_refused() -> None:
-    started = Collective(torch.device("cpu"), 9.0).arguments(Serving({}, "float32", 64, 8, False), Path("m"), 1)
+    started = NcclVLLM(torch.device("cpu"), 9.0).arguments(ServerConfig({}, "float32", 64, 8, False), Path("m"), 1)
     assert started[-2:] == ["--weight-transfer-config", '{"backend": "collective"}']
     for more in ({"engine": "sglang"}, {"engine": "vllm", "engine.key_env": "A"}):
         settings = {"model": "tiny", "engine.url": "http://127.0.0.1:1", "engine.transport": "nccl"} | more

@@ -29,7 +29,7 @@ from ascent.core.errors import ConfigError, RunError
 from ascent.core.protocols import PendingRollout, RolloutRequest
 from ascent.core.types import Batch, Prompts, Rollouts, Scores
 from ascent.inference.remote import server_pool, weight_probe
-from ascent.inference.remote.remote_engine import ServedSampler
+from ascent.inference.remote.remote_engine import RemoteEngine
 from ascent.inference.remote.server_pool import ServerPool
 from ascent.models import CausalLM
 from ascent.rewards.tokenized_task import TokenizedTask
@@ -62,17 +62,17 @@ def go_on(server: StandIn) -> None:
         server.lock.notify_all()
 
 
-def step(sampler: ServedSampler, number: int) -> list[Rollouts]:
+def step(sampler: RemoteEngine, number: int) -> list[Rollouts]:
     """The groups of a step in their order, each of which came once."""
     done = {int(each.place[0]): each.rollouts for each in sampler.finished(number, 60.0)}
     assert sorted(done) == [0, 1, 2]
     return [done[place] for place in sorted(done)]
 
 
-def another(world: World, stack: ExitStack) -> ServedSampler:
+def another(world: World, stack: ExitStack) -> RemoteEngine:
     """A sampler of the same policy on the same servers, as after a resume."""
     policy = CausalLM("tiny", engine="vllm", engine_url=tuple(server.url for server in world.servers))
-    sampler = ServedSampler(policy, world.lm, 5, 32, 0.7, torch.Generator().manual_seed(2))
+    sampler = RemoteEngine(policy, world.lm, 5, 32, 0.7, torch.Generator().manual_seed(2))
     sampler.look = 0.05
     stack.callback(sampler.close)
     return sampler

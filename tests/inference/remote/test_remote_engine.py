@@ -35,10 +35,10 @@ from ascent.core.types import Prompts, Rollouts
 from ascent.inference.remote import remote_engine as sampler_module
 from ascent.inference.remote import weight_files, weight_probe
 from ascent.inference.remote.adapters import ENGINES
-from ascent.inference.remote.engine_adapter import EngineRequest, Serving
-from ascent.inference.remote.remote_engine import ServedSampler
-from ascent.inference.remote.remote_requests import VisitedServers
-from ascent.inference.remote.server_client import Client, Lanes, ServerLostError
+from ascent.inference.remote.engine_adapter import EngineRequest, ServerConfig
+from ascent.inference.remote.remote_engine import RemoteEngine
+from ascent.inference.remote.request_forwarder import RemoteConversationEngine
+from ascent.inference.remote.server_client import PrioritySemaphore, ServerClient, ServerLostError
 from ascent.inference.remote.server_process import ServerProcess, find_python
 from ascent.inference.remote.vllm import INSIDE, VLLM
 from ascent.inference.remote.weight_files import checkpoint_tensors
@@ -69,7 +69,7 @@ class World:
         urls = tuple(through(server) for server in self.servers)
         self.policy = CausalLM("tiny", engine=engine, engine_url=urls, **settings)
         generator = torch.Generator().manual_seed(1)
-        self.sampler = ServedSampler(self.policy, self.lm, limit, 32, temperature, generator)
+        self.sampler = RemoteEngine(self.policy, self.lm, limit, 32, temperature, generator)
         self.sampler.look = 0.05
         stack.callback(self.sampler.close)
 
@@ -603,7 +603,7 @@ def test_servers_for_agents_draw_plain_prompts_as_for_anybody(stack: ExitStack) 
     world = World(stack)
     world.load(0)
     want = world.generate(seed=7)
-    visited = VisitedServers(world.policy, world.lm, 5, 32, 0.7, torch.Generator())
+    visited = RemoteConversationEngine(world.policy, world.lm, 5, 32, 0.7, torch.Generator())
     stack.callback(visited.close)
     visited.load({}, 0)
     prompts = Prompts.of(prompts_of())
@@ -617,9 +617,9 @@ def test_servers_for_agents_draw_plain_prompts_as_for_anybody(stack: ExitStack) 
 # ---- one server ---------------------------------------------------------------------------------------
 
 
-def answering(status: int, text: str, key: str = "") -> Client:
+def answering(status: int, text: str, key: str = "") -> ServerClient:
     """A client whose server answers everything with this."""
-    client = Client("http://engine/", VLLM(), 1, 5.0, key)
+    client = ServerClient("http://engine/", VLLM(), 1, 5.0, key)
     reply = httpx.MockTransport(lambda _: httpx.Response(status, text=text))
     client._http = httpx.AsyncClient(transport=reply)
     return client
@@ -651,7 +651,7 @@ def test_an_answer_that_cannot_be_read_is_shown(
 
 def test_a_lane_that_was_handed_to_a_cancelled_request_is_handed_on() -> None:
     async def check() -> None:
-        lanes = Lanes(1)
+        lanes = PrioritySemaphore(1)
 
         async def work() -> None:
             async with lanes(0):
@@ -678,7 +678,7 @@ def test_a_lane_that_was_handed_to_a_cancelled_request_is_handed_on() -> None:
 def test_without_httpx_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
     with pytest.raises(ConfigError, match=r"^--engine needs httpx: pip install 'ascent-rl\[judge\]'$"):
-        Client("http://engine", VLLM(), 1, 5.0)
+        ServerClient("http://engine", VLLM(), 1, 5.0)
 
 
 # ---- a server that Ascent starts ---------------------------------------------------------------------
@@ -722,7 +722,7 @@ def test_a_server_is_started_watched_started_again_after_a_kill_and_ended(tmp_pa
     lm = model_of(**SMALL)
     venv = fake_environment(tmp_path, warm_python.executable)
     policy = CausalLM("tiny", engine="vllm", engine_python=str(venv), engine_deadline=120.0)
-    sampler = ServedSampler(policy, lm, 5, 32, 0.7, torch.Generator())
+    sampler = RemoteEngine(policy, lm, 5, 32, 0.7, torch.Generator())
     sampler.folder = tmp_path / "engine"
     try:
         sampler.load({}, 0)
@@ -752,7 +752,7 @@ def test_a_server_ends_with_an_ascent_that_is_killed(tmp_path: Path) -> None:
         f'#!/bin/sh\nif [ "$1" = -c ]; then exec {sys.executable} "$@"; fi\necho started\nexec sleep 600\n'
     )
     python.chmod(0o755)
-    process = ServerProcess(str(python), VLLM(), Serving({}, "float32", 64, 8, True), "", tmp_path)
+    process = ServerProcess(str(python), VLLM(), ServerConfig({}, "float32", 64, 8, True), "", tmp_path)
     told, tells = os.pipe()
     trainer = os.fork()
     if not trainer:
@@ -777,7 +777,7 @@ def test_a_server_that_does_not_start_is_trouble_with_the_end_of_its_log(tmp_pat
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho no module named vllm >&2\nexit 3\n")
     python.chmod(0o755)
-    process = ServerProcess(str(python), VLLM(), Serving({}, "float32", 64, 8, True), "", tmp_path)
+    process = ServerProcess(str(python), VLLM(), ServerConfig({}, "float32", 64, 8, True), "", tmp_path)
     process.start()
     with pytest.raises(RunError, match=r"(?s)ended with 3\..*no module named vllm"):
         process.wait(lambda: False)
@@ -787,7 +787,7 @@ def test_a_server_that_is_killed_while_it_starts_is_lost(tmp_path: Path) -> None
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nkill -9 $$\n")
     python.chmod(0o755)
-    process = ServerProcess(str(python), VLLM(), Serving({}, "float32", 64, 8, True), "", tmp_path)
+    process = ServerProcess(str(python), VLLM(), ServerConfig({}, "float32", 64, 8, True), "", tmp_path)
     process.start()
     with pytest.raises(ServerLostError, match="--engine vllm was killed while it started"):
         process.wait(lambda: False)
@@ -800,7 +800,7 @@ def test_what_a_server_is_started_with(tmp_path: Path) -> None:
     python.write_text("")
     python.chmod(0o755)
     process = ServerProcess(
-        str(tmp_path), VLLM(), Serving({}, "bfloat16", 512, 64, False), "--tensor-parallel-size 2", tmp_path
+        str(tmp_path), VLLM(), ServerConfig({}, "bfloat16", 512, 64, False), "--tensor-parallel-size 2", tmp_path
     )
     arguments = process._arguments(tmp_path)
     assert arguments[arguments.index("--host") + 1] == "127.0.0.1"

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from ascent.core.errors import RunError
-from ascent.inference.remote.engine_adapter import EngineRequest, EngineResponse, Serving
-from ascent.inference.remote.relay_client import Relayed
+from ascent.inference.remote.engine_adapter import EngineRequest, EngineResponse, ServerConfig
+from ascent.inference.remote.relay_client import RelayAdapter
 from ascent.inference.remote.sglang import SGLang
-from ascent.inference.remote.weight_files import Manifest
+from ascent.inference.remote.weight_files import WeightManifest
 
-SERVING = Serving({"architectures": ["LlamaForCausalLM"]}, "bfloat16", 512, 64, False)
+SERVING = ServerConfig({"architectures": ["LlamaForCausalLM"]}, "bfloat16", 512, 64, False)
 NOTHING_ELSE = {
     **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0, "n": 1},
     **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
@@ -76,7 +76,7 @@ def test_answers_that_stop_that_are_cut_that_cross_a_load_and_that_are_aborted()
 
 
 def test_weights_are_loaded_from_a_folder_while_what_is_being_written_is_retracted() -> None:
-    weights = Manifest(Path("/dev/shm/x/weights.safetensors"), {})
+    weights = WeightManifest(Path("/dev/shm/x/weights.safetensors"), {})
     update = {"model_path": "/dev/shm/x", "load_format": "safetensors", "weight_version": "4"}
     paused = ("/pause_generation", {"mode": "retract"}, {"message": "Generation paused successfully.", "status": "ok"})
     sent = update | {"flush_cache": True, "abort_all_requests": False}
@@ -138,6 +138,6 @@ def test_events_of_a_stream_have_all_tokens_so_far_and_the_last_one_is_the_answe
 
 
 def test_a_relay_is_started_with_what_its_engine_is_started_with() -> None:
-    relayed, engine = Relayed(SGLang()), SGLang()
+    relayed, engine = RelayAdapter(SGLang()), SGLang()
     assert relayed.arguments(SERVING, Path("model"), 7) == engine.arguments(SERVING, Path("model"), 7)
     assert relayed.environment(SERVING) == engine.environment(SERVING)

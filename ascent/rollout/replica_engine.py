@@ -20,10 +20,10 @@ from torch import Tensor
 from ascent.core.errors import ConfigError, RunError
 from ascent.core.protocols import FinishedRollouts, PendingRollout, RolloutRequest
 from ascent.core.types import Prompts, Rollouts, join
-from ascent.distributed.replica import PROBE, RECORDS, probe_prompts
-from ascent.distributed.replica_dispatch import Dispatcher, ReplicaSet
+from ascent.distributed.replica import PROBE, REPLICA_LOG, make_probe_prompts
+from ascent.distributed.replica_dispatch import ReplicaDispatcher, ReplicaSet
 from ascent.ops.token_sampling import response_seeds
-from ascent.rollout.delegating_sampler import WrappedSampler
+from ascent.rollout.delegating_engine import DelegatingEngine
 
 GAP = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 """How far the log-probs of a probe may be from the learner's."""
@@ -31,7 +31,7 @@ Asked = list[tuple[Tensor, Future[Rollouts]]]
 """Chunks of a call: which of its prompts, and their responses."""
 
 
-class ClusterSampler(WrappedSampler):
+class ReplicaEngine(DelegatingEngine):
     """Rank 0's sampler. `inner` is what would draw without replicas; `own` rank 0's own copy of the policy.
 
     `engine`: seconds that the server beside each replica may take to start, where a serving engine draws. A seed then
@@ -51,7 +51,7 @@ class ClusterSampler(WrappedSampler):
         self.own, self.crew, self.exact, self.version = own, crew, engine is None, -1
         self.folder: Path | None = None
         """Where records are kept; None: nowhere."""
-        self.dispatch = Dispatcher(crew, config, deadline, self._compare, self._record, engine or 0.0)
+        self.dispatch = ReplicaDispatcher(crew, config, deadline, self._compare, self._record, engine or 0.0)
         self._asked: dict[RolloutRequest, Asked] = {}
         self._waited = 0.0
         """Seconds for which the learners had nothing to do, since the last load."""
@@ -59,7 +59,7 @@ class ClusterSampler(WrappedSampler):
     def load(self, params: dict[str, Tensor], version: int) -> None:
         self.inner.load(params, version)
         self.version = version
-        probed = self.own.draw(probe_prompts(self.own.lm.vocab), 1, None, PROBE)
+        probed = self.own.draw(make_probe_prompts(self.own.lm.vocab), 1, None, PROBE)
         self.dispatch.load(version, self.crew.put(self.own.lm.trained()), probed, self._waited)
         self._waited = 0.0
 
@@ -140,7 +140,7 @@ class ClusterSampler(WrappedSampler):
     def _record(self, line: dict[str, Any]) -> None:
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / RECORDS).open("a") as file:
+            with (self.folder / REPLICA_LOG).open("a") as file:
                 file.write(json.dumps({"time": round(time.time(), 3)} | line) + "\n")
 
     def close(self) -> None:

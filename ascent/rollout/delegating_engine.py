@@ -7,7 +7,7 @@ from typing import Any
 from ascent.core.protocols import Sampler
 
 
-class WrappedSampler(Sampler):
+class DelegatingEngine(Sampler):
     def __init__(self, inner: Any):
         self.inner, self.exact = inner, inner.exact
         self.fills, self.limit, self.rows, self.note = inner.fills, inner.limit, inner.rows, inner.note

@@ -23,7 +23,7 @@ from ascent.core.types import Rollouts
 from ascent.inference.continuous_batching import conversations_drawn
 from ascent.inference.occupancy import Timeline
 from ascent.inference.remote.engine_adapter import EngineRequest, EngineResponse
-from ascent.inference.remote.remote_engine import GOLDEN, ServedSampler
+from ascent.inference.remote.remote_engine import GOLDEN, RemoteEngine
 from ascent.inference.remote.server_client import ServerLostError
 from ascent.inference.remote.server_pool import Server, ServerPool
 from ascent.inference.request_queue import Completion, CompletionDelta, Request, RequestQueue
@@ -40,7 +40,7 @@ class RequestAbortedError(ServerLostError):
 
 
 @dataclass(eq=False)
-class AskedTurn:
+class ForwardedRequest:
     """A turn that a server owes."""
 
     request: Request
@@ -49,7 +49,7 @@ class AskedTurn:
     """The server's, when it was asked."""
 
 
-class ServedDesk:
+class RequestForwarder:
     """Hands what comes to a desk to servers until the desk is closed.
 
     `serves`: clients that are no run's. A turn then ends with its stop string, though the versions of its tokens come
@@ -62,7 +62,7 @@ class ServedDesk:
         self.owed: dict[Request, Future[EngineResponse]] = {}
         self.told: dict[Request, list[int]] = {}
         """Tokens that whoever watches was told of."""
-        self.failed: deque[tuple[AskedTurn, BaseException]] = deque()
+        self.failed: deque[tuple[ForwardedRequest, BaseException]] = deque()
         self.heard = self.tried = time.monotonic()
         self._stops: dict[tuple[str, ...], Stops] = {}
 
@@ -97,7 +97,7 @@ class ServedDesk:
         listens = request.watched or (self.serves and bool(request.stop))
         hear = (lambda answer: self._listen(request, answer)) if listens else None
         server, future = self.fleet.ask(0, request.seed, wanted, hear)
-        asked = AskedTurn(request, server, server.life)
+        asked = ForwardedRequest(request, server, server.life)
         self.owed[request] = future
         future.add_done_callback(lambda done: self._hear(asked, done))
 
@@ -118,7 +118,7 @@ class ServedDesk:
             done = Completion(tokens, answer.logp[:end], [1.0] * end, True, self.version)
             self._finish(request, done)
 
-    def _hear(self, asked: AskedTurn, future: "Future[EngineResponse]") -> None:
+    def _hear(self, asked: ForwardedRequest, future: "Future[EngineResponse]") -> None:
         """A server has answered, or failed to. The thread that hears servers calls it: it must not wait or raise."""
         asked.server.owed.discard(future)
         if self.owed.get(asked.request) is not future:  # it is over, or was asked for again
@@ -161,7 +161,7 @@ class ServedDesk:
             self._stops[strings] = Stops(strings, self.lm.tokenizer, self.lm.vocab)
         return self._stops[strings]
 
-    def _again(self, asked: AskedTurn, error: BaseException) -> None:
+    def _again(self, asked: ForwardedRequest, error: BaseException) -> None:
         """A turn that did not come is asked for again; a server that is lost is brought back first."""
         if not isinstance(error, ServerLostError | CancelledError):
             if not self.serves:
@@ -188,12 +188,12 @@ class ServedDesk:
             self.fleet.take_back()
 
 
-def serve_by_engine(sampler: ServedSampler, desk: RequestQueue) -> None:
+def forward_requests(sampler: RemoteEngine, desk: RequestQueue) -> None:
     """Have servers draw what comes to a desk until it is closed."""
-    ServedDesk(desk, sampler.fleet, sampler.lm, sampler.version, sampler.look, serves=True)()
+    RequestForwarder(desk, sampler.fleet, sampler.lm, sampler.version, sampler.look, serves=True)()
 
 
-class VisitedServers(ServedSampler):
+class RemoteConversationEngine(RemoteEngine):
     """Responses are conversations that agents lead with the policy, and servers draw its turns."""
 
     latest = Timeline()
@@ -216,7 +216,7 @@ class VisitedServers(ServedSampler):
         with closing(prompts.play(prompts, samples, luck)) as visits:
             limits = self._limits(prompts, limit).repeat_interleave(samples).tolist()
             visits.begin(limits, limit, self.temperature, None, ticket.greedy)
-            serve = ServedDesk(visits.desk, self.fleet, self.lm, self.version, self.look)
+            serve = RequestForwarder(visits.desk, self.fleet, self.lm, self.version, self.look)
             serve()
             self.latest = serve.timeline
             most, temperature = min(limit, self.most or limit), 1.0 if ticket.greedy else self.temperature
