@@ -496,7 +496,7 @@ def accumulate_into(wide: list[Tensor], narrow: list[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def checkpointed_tokens(backbone: nn.Module, on: bool = True) -> Iterator[None]:
+def activation_checkpointing(backbone: nn.Module, on: bool = True) -> Iterator[None]:
     """Inside, if `on`, a layer keeps nothing but its input, and the backward pass computes the layer again.
 
     transformers' own switch works in training mode alone, and that mode turns on whatever dropout, layer dropping or
