@@ -255,9 +255,9 @@ def reopen(
         if chosen is not None:
             with naming_file(chosen):
                 parts.streams.restore(groups.pop("rng"))
-                parts.sampler.pending = put_together(groups.pop("ahead", {}), saved.get("ahead", []), parts.task.player)
+                parts.engine.pending = put_together(groups.pop("ahead", {}), saved.get("ahead", []), parts.task.player)
                 parts.learner.restore(groups)
-            check_ahead(parts.sampler.pending, first, config.ahead)
+            check_ahead(parts.engine.pending, first, config.ahead)
         journal = Journal(folder.path)
         drawn = first if existing.changed else _replay(journal, parts, first)
         parts.notes += (OUT_OF_MEMORY,) if killed else ()
@@ -281,9 +281,9 @@ def reopen(
 
 def _replay(journal: Journal, parts: Parts, first: int) -> int:
     """Have the steps from `first` on replayed that are in the journal; returned is the first that is drawn."""
-    if parts.sampler.exact or (drawn := journal.check(first)) == first:
+    if parts.engine.deterministic or (drawn := journal.check(first)) == first:
         return first
-    parts.sampler.first = drawn
+    parts.engine.first_version = drawn
     parts.notes += (JOURNALLED.format(steps=first if drawn == first + 1 else f"{first} to {drawn - 1}"),)
     return drawn
 
@@ -433,9 +433,9 @@ def drive(begun: Begun, driven: bool = False) -> Generator[TrainingStep, None, N
     writer = RunWriter(folder, config, parts.task, display)
     trackers = Trackers(config.track, folder.path, config.to_dict(), folder.path.name, first, writer.say)
     writer.trackers = trackers
-    writer.journal = None if parts.sampler.exact else Journal(folder.path)
-    writer.timeline = parts.backend.timeline(parts.sampler) if config.data == "samples" else None
-    parts.backend.keep_logs(parts.judged[1] if parts.judged else parts.sampler, folder.path)
+    writer.journal = None if parts.engine.deterministic else Journal(folder.path)
+    writer.timeline = parts.backend.timeline(parts.engine) if config.data == "samples" else None
+    parts.backend.keep_logs(parts.judged[1] if parts.judged else parts.engine, folder.path)
 
     def waiting(here: bool) -> AbstractContextManager[None]:
         return interruptible(writer, lambda: display.say(STOPPING)) if here else nullcontext()
@@ -448,7 +448,7 @@ def drive(begun: Begun, driven: bool = False) -> Generator[TrainingStep, None, N
             if config.init is not None:
                 writer.keep_start(Path(config.init))
             evaluate = writer.journalled(parts.evaluator(writer.held_out))
-            given = (parts.task, parts.sampler, parts.learner, writer, parts.streams, evaluate, first, state)
+            given = (parts.task, parts.engine, parts.learner, writer, parts.streams, evaluate, first, state)
             made: Any = loop(config, *given, writer.journal)
             step: TrainingStep | None = None
             with suppress(StopIteration):

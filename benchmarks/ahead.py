@@ -31,8 +31,8 @@ from torch import Tensor
 
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.config import Config
-from ascent.core.loop import Clock, collect
-from ascent.core.protocols import FinishedRollouts, RolloutRequest, Sampler
+from ascent.core.loop import PhaseTimer, collect
+from ascent.core.protocols import FinishedRollouts, RolloutEngine, RolloutRequest
 from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Prompts, Rollouts
 from ascent.inference.engine import LanguageSampler
@@ -54,7 +54,7 @@ LECTURE: dict[str, Any] = {"advantage": "leave-one-out", "loss": "clipped", "ste
 # ---- schedules ------------------------------------------------------------------------------------------------
 
 
-class Simulated(Sampler):
+class Simulated(RolloutEngine):
     """Responses of random lengths, of which any number of tokens appears between two looks."""
 
     limit = 30
@@ -70,18 +70,18 @@ class Simulated(Sampler):
     def copy(self) -> dict[RolloutRequest, list[list[int]]]:
         return {ticket: [list(row) for row in rows] for ticket, rows in self.written.items()}
 
-    def finished(self, step: int, deadline: float) -> Iterator[FinishedRollouts]:
+    def iter_finished(self, step: int, deadline: float) -> Iterator[FinishedRollouts]:
         for one in self.pending:
-            count = len(one.ticket.prompts) * one.ticket.samples
-            rows = self.written.setdefault(one.ticket, [[] for _ in range(count)])
+            count = len(one.request.prompts) * one.request.samples
+            rows = self.written.setdefault(one.request, [[] for _ in range(count)])
             for response, row in enumerate(rows):
-                length = 1 + hash((one.ticket.step, response)) % self.limit
-                more = length if one.ticket.step == step else self.rng.randint(0, self.limit)
+                length = 1 + hash((one.request.step, response)) % self.limit
+                more = length if one.request.step == step else self.rng.randint(0, self.limit)
                 row += [self.version] * (min(length, len(row) + more) - len(row))
-        mine = [one for one in self.pending if one.ticket.step == step]
-        self.pending = tuple(one for one in self.pending if one.ticket.step != step)
+        mine = [one for one in self.pending if one.request.step == step]
+        self.pending = tuple(one for one in self.pending if one.request.step != step)
         for one in mine:
-            yield FinishedRollouts(one.ticket, torch.arange(len(one.ticket.prompts)), self.rollouts(one.ticket))
+            yield FinishedRollouts(one.request, torch.arange(len(one.request.prompts)), self.rollouts(one.request))
 
     def rollouts(self, ticket: RolloutRequest) -> Rollouts:
         """Every token says which step it belongs to."""
@@ -104,14 +104,14 @@ def try_schedule(rng: random.Random, steps: int = 8) -> tuple[int, int, int]:
     saved = (0, sampler.pending, sampler.copy(), prompts.get_state())
     while step < steps:
         sampler.load({}, step)
-        batch, _ = collect(task, sampler, config.algorithm, config, prompts, Clock(), step)
+        batch, _ = collect(task, sampler, config.algorithm, config, prompts, PhaseTimer(), step)
         age = step - batch.version[batch.mask]
         oldest = max(oldest, int(age.max()))
         assert int(age.min()) >= 0 and oldest <= ahead, f"a token is {oldest} updates old, and {ahead} are allowed"
         assert (batch.response[batch.mask] == step % 4).all(), "a group was trained in another step than its own"
         assert torch.equal(trained.setdefault(step, batch.prompt), batch.prompt), "a resume has other prompts"
         step += 1
-        open_steps = [one.ticket.step for one in sampler.pending]
+        open_steps = [one.request.step for one in sampler.pending]
         assert open_steps == list(range(step, min(step + ahead, steps))), f"open tickets: {open_steps}"
         if rng.random() < 0.2:
             saved = (step, sampler.pending, sampler.copy(), prompts.get_state())
@@ -176,7 +176,7 @@ def lanes(ahead: int, smoke: bool) -> dict[str, Any]:
             problem = torch.arange(asked * groups, (asked + 1) * groups)
             sampler.submit([RolloutRequest(asked, Prompts(problem[:, None] % 100 + 2, problem), samples)])
             asked += 1
-        tokens += sum(int(done.rollouts.length.sum()) for done in sampler.finished(step, 3600.0))
+        tokens += sum(int(done.rollouts.length.sum()) for done in sampler.iter_finished(step, 3600.0))
     assert tokens == int(sampler.lengths.sum()) and not sampler.pending
     return {"ahead": ahead, "passes": passes, "busy": tokens / passes, "seconds": time.perf_counter() - begin}
 

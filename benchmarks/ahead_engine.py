@@ -111,12 +111,12 @@ def kills(environment: str, count: int) -> dict[str, Any]:
             while last is None or step <= last:
                 sampler.load({}, step)
                 last = step + AHEAD if last is None and not killer.left else last
-                begun = {one.ticket.step for one in sampler.pending}
+                begun = {one.request.step for one in sampler.pending}
                 for later in range(step, (step + AHEAD if last is None else last) + 1):
                     if later not in begun:
                         sampler.submit([RolloutRequest(later, Prompts.of(prompts), 4)])
-                done = list(sampler.finished(step, 1800.0))
-                assert sorted(int(one.place[0]) for one in done) == list(range(8)), "each group once"
+                done = list(sampler.iter_finished(step, 1800.0))
+                assert sorted(int(one.prompt_indices[0]) for one in done) == list(range(8)), "each group once"
                 for one in done:
                     drawn = one.rollouts.version.expand(one.rollouts.mask.shape)[one.rollouts.mask]
                     oldest = max(oldest, step - int(drawn.min()))

@@ -79,12 +79,12 @@ def speed(steps: int, smoke: bool) -> dict[str, dict[str, Any]]:
     def limits(prompts: Prompts, count: int, most: int) -> Tensor:
         return table[prompts.problem, :count].flatten().clamp(max=most)
 
-    parts.sampler.limits = limits  # type: ignore[attr-defined]
+    parts.engine.limits = limits  # type: ignore[attr-defined]
     found: dict[str, dict[str, Any]] = {}
     for ahead, count in ((0, 1), (4, 5), (0, min(steps, 6)), (4, steps)):
         watch, config = Watch(), replace(parts.config, ahead=ahead, steps=count)
         begin = time.perf_counter()
-        list(train(config, parts.task, parts.sampler, parts.learner, watch, parts.streams, dict))
+        list(train(config, parts.task, parts.engine, parts.learner, watch, parts.streams, dict))
         seconds = time.perf_counter() - begin
         line = {"ahead": ahead, "seconds": seconds, "tokens": watch.tokens, "oldest": max(watch.ages), **watch.phases}
         found[str(ahead)] = line | {"tokens_per_second": watch.tokens / seconds}

@@ -111,7 +111,7 @@ def ours(
         evaluate, curve = parts.evaluator(), Curve(seconds, steps)
         if start:
             curve.note(evaluate())  # type: ignore[arg-type]
-        list(train(parts.config, parts.task, parts.sampler, parts.learner, curve, parts.streams, evaluate))
+        list(train(parts.config, parts.task, parts.engine, parts.learner, curve, parts.streams, evaluate))
         return curve.points
     finally:
         parts.close()

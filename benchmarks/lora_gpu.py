@@ -47,7 +47,7 @@ def side(name: str, options: argparse.Namespace, rank: int) -> dict[str, float]:
     model = name_model(*random_parts(shape | {"max_position_embeddings": 1024}, device))
     work = Work(model, random_prompts(prompts, PROMPT_TOKENS, shape["vocab_size"]), samples, tokens, device)
     ours = Ours(work, {"policy.lora": rank, "policy.lora_targets": options.targets} if rank else {})
-    assert ours.parts.sampler.note is None, ours.parts.sampler.note
+    assert ours.parts.engine.note is None, ours.parts.engine.note
     try:
         answers = in_turns({"side": ours}, options.repeats)["side"]
         if rank:

@@ -137,7 +137,7 @@ def train_many(seeds: int | tuple[int, ...], **settings: Any) -> Outcome:
     """`ascent.train("lecture", seed=s, **settings)` for every seed, in one loop; only the end is evaluated."""
     config = stack(configure("lecture", settings), tuple(range(seeds)) if isinstance(seeds, int) else seeds)
     parts, records = assemble(config), Memory(config.task.runs)
-    list(loop(config, config.task, parts.sampler, parts.learner, records, parts.streams, evaluate=dict))
+    list(loop(config, config.task, parts.engine, parts.learner, records, parts.streams, evaluate=dict))
     expected, right = outcome(parts.policy, config.task)
     silent = torch.stack(records.silent[-LAST:]).mean(0)
     return Outcome(expected, right, silent, records.responses, records.updates)

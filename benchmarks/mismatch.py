@@ -53,9 +53,9 @@ SIZES = {"135m": (32, 16, 256), "1.5b": (16, 8, 256), "cpu": (4, 8, 32), "smoke"
 def drawn(parts: Parts) -> Batch:
     """A batch as the first step draws it, with random rewards."""
     config, learner = parts.config, parts.learner
-    parts.sampler.load(learner.params(), version=0)
+    parts.engine.load(learner.params(), version=0)
     prompts = parts.task.draw(config.prompts, parts.streams.prompts)
-    rollouts = parts.sampler.generate(prompts, config.samples)
+    rollouts = parts.engine.generate(prompts, config.samples)
     shape, rng = rollouts.mask.shape[:2], torch.Generator().manual_seed(0)
     reward, valid = torch.randn(*shape, 1, generator=rng), torch.ones(shape, dtype=torch.bool)
     batch = to_batch(rollouts, reward=reward, valid=valid, logp_old=rollouts.logp_sampler)
@@ -65,7 +65,7 @@ def drawn(parts: Parts) -> Batch:
 def first_update(parts: Parts, batch: Batch, logp_old: Tensor | None) -> tuple[list[Tensor], float]:
     """The gradient of the first update with this logp_old (None: the update's own), and the share of clipped tokens."""
     algorithm = parts.config.algorithm
-    batch, state = algorithm.credit(batch.add(logp_old=logp_old), algorithm.start())
+    batch, state = algorithm.compute_advantages(batch.add(logp_old=logp_old), algorithm.start())
     batch = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
     sums = parts.learner.gradient(batch, algorithm.objective).sums
     clipped = sums["clip_ratio/low_mean"] + sums["clip_ratio/high_mean"]

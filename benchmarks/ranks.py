@@ -114,8 +114,8 @@ def batch_of(algorithm: Algorithm, lengths: tuple[int, ...]) -> Batch:
 
 
 def credited(learner: Any, algorithm: Algorithm, batch: Batch) -> tuple[Batch, dict[str, Tensor]]:
-    scores = learner.score(batch, algorithm.needs | (learner.fills & {"logp_old"}))
-    batch, state = algorithm.credit(
+    scores = learner.score(batch, algorithm.needs | (learner.provides & {"logp_old"}))
+    batch, state = algorithm.compute_advantages(
         batch.add(**{k: v for k, v in scores.items() if k != "logp_old"}), algorithm.start()
     )
     return batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0)), scores
@@ -123,7 +123,7 @@ def credited(learner: Any, algorithm: Algorithm, batch: Batch) -> tuple[Batch, d
 
 def numbers(learner: Any, algorithm: Algorithm, batch: Batch) -> dict[str, Tensor]:
     """Everything that a learner computes of a batch; what is joined is whole on rank 0 alone."""
-    mini, scores = batch, learner.score(batch, algorithm.needs | (learner.fills & {"logp_old"}))
+    mini, scores = batch, learner.score(batch, algorithm.needs | (learner.provides & {"logp_old"}))
     terms = learner.gradient(mini, algorithm.objective)
     found = {f"score {k}": v for k, v in scores.items()} | {"objective": terms.objective}
     found |= {f"sum {k}": v for k, v in terms.sums.items()} | {f"mean {k}": v for k, v in terms.means.items()}
@@ -221,7 +221,7 @@ def drive(learner: Any, sampler: Any, algorithm: Algorithm, first: int = 0, last
         reward = (drawn.response * drawn.mask).sum(-1, keepdim=True).double() % 7
         batch = rewarded(drawn).add(reward=reward)
         scores = learner.score(batch, algorithm.needs | {"logp_old"})
-        batch, state = algorithm.credit(batch.add(**scores), algorithm.start())
+        batch, state = algorithm.compute_advantages(batch.add(**scores), algorithm.start())
         mini = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
         learner.step(mini, algorithm.objective, algorithm.update)
         algorithm.reference(learner, step)
@@ -238,21 +238,21 @@ def parts_of(ranks: Ranks, sharded: bool, algorithm: Algorithm) -> Any:
     if isinstance(ranks, RankGroup):
         sampler = RankedEngine(sampler, ranks, learner, True)
     config = SimpleNamespace(algorithm=algorithm)
-    return SimpleNamespace(config=config, learner=learner, sampler=sampler, judged=None)
+    return SimpleNamespace(config=config, learner=learner, engine=sampler, judged=None)
 
 
 def led(ranks: Ranks, sharded: bool, algorithm: Algorithm, work: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
     """What `work` gives with the learner and the sampler of rank 0, which the others follow; and this rank's parts."""
     parts = parts_of(ranks, sharded, algorithm)
     if not isinstance(ranks, RankGroup):
-        return work(parts.learner, parts.sampler), parts
+        return work(parts.learner, parts.engine), parts
     if ranks.rank:
         keep = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         run_follower(parts, ranks)
         for number, handler in keep.items():
             signal.signal(number, handler)
         return None, parts
-    found = work(RankZeroLearner(parts.learner, ranks), parts.sampler)
+    found = work(RankZeroLearner(parts.learner, ranks), parts.engine)
     ranks.tell("", "end")
     return found, parts
 

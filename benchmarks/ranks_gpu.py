@@ -51,7 +51,7 @@ def numbers(side: Ours) -> dict[str, Tensor]:
     reward = torch.randn(4, 8, 1, generator=generator)
     batch = to_batch(drawn, reward=reward, valid=torch.ones(4, 8, dtype=torch.bool), logp_old=none)
     logp = learner.score(batch, frozenset({"logp_old"}))["logp_old"]
-    batch, state = algorithm.credit(batch.add(logp_old=logp, logp_sampler=logp), algorithm.start())
+    batch, state = algorithm.compute_advantages(batch.add(logp_old=logp, logp_sampler=logp), algorithm.start())
     mini = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
     learner.gradient(mini, algorithm.objective)
     gradient = torch.cat([_full(p.grad).flatten().float().cpu() for p in learner.trainable() if p.grad is not None])
@@ -71,7 +71,7 @@ def side_of(work: Work, name: str, group: RankGroup, **more: Any) -> Ours:
 
 
 def let_go(side: Ours) -> None:
-    for part in (side.parts.task, side.parts.sampler):
+    for part in (side.parts.task, side.parts.engine):
         part.close()
     del side.parts
     gc.collect()

@@ -95,12 +95,12 @@ def work(rank: int, size: int, port: int, folder: Path) -> None:
         one = OneCard(shape_of(side.parts.policy.model), CARDS["h200"])
         shards = size if placement == "shard" else 1
         state = one.state(one.shape.every, True, 0, shards)
-        held, layout = held_bytes() - before, laid_out(side.parts.sampler)
+        held, layout = held_bytes() - before, laid_out(side.parts.engine)
         own = {"held": held - layout, "layout": layout, "planned": sum(state.values()) - state["head"]}
         every = ranks.gather(own)
         if rank == 0:
             found[placement] = {"ranks": every, "parameters": one.shape.every, "placed": learner.placement}
-        side.parts.task.close(), side.parts.sampler.close()
+        side.parts.task.close(), side.parts.engine.close()
         del side, learner
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))

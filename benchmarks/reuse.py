@@ -75,7 +75,7 @@ def path(settings: dict[str, Any], seed: int) -> list[list[Policy]]:
 
     parts.learner.step = watched  # type: ignore[method-assign]
     stop = Stopped(steps)
-    list(loop(config, config.task, parts.sampler, parts.learner, stop, parts.streams, evaluate=dict))
+    list(loop(config, config.task, parts.engine, parts.learner, stop, parts.streams, evaluate=dict))
     return [seen[batch * max(STEPS) : (batch + 1) * max(STEPS)] for batch in BATCHES]
 
 

@@ -122,7 +122,7 @@ def update_seconds(model: str, precision: str, more: dict[str, Any]) -> dict[str
     settings = {**SETTINGS, "steps": 9, "eval_every": 1000, "policy.dtype": precision, "model": model, **more}
     parts = assemble(configure("reasoning-gym:chain_sum", settings))
     try:
-        how = (parts.task, parts.sampler, parts.learner, Phases(), parts.streams)
+        how = (parts.task, parts.engine, parts.learner, Phases(), parts.streams)
         list(train(parts.config, *how, lambda: {}))
     finally:
         parts.close()

@@ -61,7 +61,7 @@ def run(row: str, seed: int, more: dict[str, Any]) -> tuple[str, int, Stopwatch]
     config = configure("sort", {"algorithm": row, "seed": seed, **COMMON, **SETTINGS[row], **more})
     parts, records = assemble(config), Stopwatch()
     evaluate = parts.evaluator()
-    list(train(config, config.task, parts.sampler, parts.learner, records, parts.streams, evaluate))
+    list(train(config, config.task, parts.engine, parts.learner, records, parts.streams, evaluate))
     return row, seed, records
 
 

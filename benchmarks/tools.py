@@ -83,7 +83,7 @@ def run(task: str, steps: int, more: dict[str, Any]) -> Curve:
             print(f"note: {note}", flush=True)
         evaluate, curve = parts.evaluator(), Answers(float("inf"), None)
         curve.note(evaluate())  # type: ignore[arg-type]
-        list(train(parts.config, parts.task, parts.sampler, parts.learner, curve, parts.streams, evaluate))
+        list(train(parts.config, parts.task, parts.engine, parts.learner, curve, parts.streams, evaluate))
         return curve
     finally:
         parts.close()

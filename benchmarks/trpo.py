@@ -67,7 +67,7 @@ def run(row: str, seed: int, updates: int) -> dict[str, Any]:
 
     parts.learner.step = watched  # type: ignore[method-assign]
     began = time.perf_counter()
-    list(train(config, config.task, parts.sampler, parts.learner, records, parts.streams, evaluate=dict))
+    list(train(config, config.task, parts.engine, parts.learner, records, parts.streams, evaluate=dict))
     delta = getattr(config.algorithm.update, "delta", None)
     return {
         "row": row,

@@ -45,7 +45,7 @@ from torch import Tensor  # noqa: E402
 
 from ascent.build.backend import BoundTask  # noqa: E402
 from ascent.core.algorithms import ALGORITHMS, Algorithm  # noqa: E402
-from ascent.core.protocols import Learner, Records, Sampler, Task  # noqa: E402
+from ascent.core.protocols import Learner, Records, RolloutEngine, Task  # noqa: E402
 from ascent.core.types import Batch, Prompts, Rollouts, Space, to_batch  # noqa: E402
 from ascent.models import PerPosition, Policy, Transformer  # noqa: E402
 from ascent.models.small_policies import PerPositionPolicy, PerPositionValue, TransformerValue, ValueFunction  # noqa: E402
@@ -56,7 +56,7 @@ from ascent.training.small_learner import SmallLearner  # noqa: E402
 from tests.browser import browser, chromium_of_session, lab  # noqa: E402, F401
 from tests.warm_python import warm_python  # noqa: E402, F401
 
-for protocol in (Task, Sampler, Learner, Records, BoundTask):  # Python 3.12 and later want it said of each
+for protocol in (Task, RolloutEngine, Learner, Records, BoundTask):  # Python 3.12 and later want it said of each
     runtime_checkable(protocol)
 for protocol in (Task, BoundTask, EnumerableTask):  # and see nothing of what a bound task hands through
     protocol.register(BoundBase)  # type: ignore[attr-defined]

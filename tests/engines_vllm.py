@@ -101,7 +101,7 @@ def test_a_token_that_is_drawn_after_a_load_in_flight_is_of_the_new_weights(serv
     served.move(99)
     sampler.load({}, version + 1)
     sampler.limit = limit
-    done, crossed = list(sampler.finished(5, 600.0)), 0
+    done, crossed = list(sampler.iter_finished(5, 600.0)), 0
     for each in done:
         rollouts = each.rollouts
         versions = rollouts.version.expand(rollouts.mask.shape)
@@ -297,7 +297,7 @@ def test_a_server_that_is_killed_loses_nothing_and_none_is_left_at_the_end(serve
     first = server.process._running.pid
     served.sampler.submit([RolloutRequest(9, prompts, 4, seed=5)])
     os.killpg(first, signal.SIGKILL)
-    done = {int(each.place[0]): each.rollouts for each in served.sampler.finished(9, 900.0)}
+    done = {int(each.prompt_indices[0]): each.rollouts for each in served.sampler.iter_finished(9, 900.0)}
     assert sorted(done) == [0, 1]
     for place, rollouts in done.items():
         width = rollouts.mask.shape[-1]

@@ -100,7 +100,7 @@ class Halved(Advantage):
     share: float = 0.5
     """How much of the mean is taken off."""
 
-    def __call__(self, batch: Batch, state: State) -> Credit:
+    def __call__(self, batch: Batch, state: State) -> Advantages:
         R, keep, n = _group(batch)
         return torch.where(keep & (n > 1), R - self.share * R.sum(1, keepdim=True) / n.clamp(min=1), 0.0)
 

@@ -19,7 +19,7 @@ from ascent.core.algorithms import Algorithm
 from ascent.core.errors import ConfigError, RunError
 from ascent.core.groups import Overlong
 from ascent.core.kl import KL
-from ascent.core.loop import describe, scored
+from ascent.core.loop import rollout_metrics, score_rollouts
 from ascent.core.reference import Frozen
 from ascent.core.types import Scores
 from ascent.core.update import Adam
@@ -171,7 +171,7 @@ def test_a_reward_that_is_not_finite_is_an_error_whatever_the_task_says() -> Non
             return replace(scores, reward=torch.where(torch.arange(3).view(3, 1, 1) == 1, torch.inf, scores.reward))
 
     sampler = SmallSampler(PerPosition()(Lecture().space, torch.Generator()), 1.0, torch.Generator())
-    found, errors = scored(Careless(), sampler.generate(Lecture().held_out(3), 2))
+    found, errors = score_rollouts(Careless(), sampler.generate(Lecture().held_out(3), 2))
     assert found.valid.tolist() == [[True, True], [False, False], [True, True]]
     assert len(errors) == 2 and found.reward.isfinite().all()
 
@@ -182,7 +182,7 @@ def test_failed_responses_are_in_no_share() -> None:
         valid=torch.tensor([[True, False], [False, False], [True, False]]),
         correct=torch.tensor([[True, False], [False, False], [False, True]]),
     )
-    metrics = describe(batch)
+    metrics = rollout_metrics(batch)
     assert metrics["frac_all_right"] == pytest.approx(1 / 3)
     assert metrics["frac_all_wrong"] == pytest.approx(1 / 3)
     assert metrics["accuracy"] == pytest.approx(0.5)
@@ -205,7 +205,7 @@ def test_a_kl_of_ones_own_in_the_reward_is_applied() -> None:
     batch = batch_of([[1.0, 2.0]])
     batch = batch.add(logp_ref=batch.logp_sampler, logp_old=batch.logp_sampler)
     algorithm = Algorithm(Raw(), kl=Own(), reference=Frozen())
-    credited, _ = algorithm.credit(batch, algorithm.start())
+    credited, _ = algorithm.compute_advantages(batch, algorithm.start())
     assert credited.advantage is not None and credited.advantage.flatten().tolist() == [-4.0, -3.0]
 
 

@@ -12,7 +12,7 @@ from ascent.build.backend import Backend, BoundTask, Report, Start
 from ascent.build.backends import backend_of
 from ascent.build.reward_loading import bind_task, check_rewards
 from ascent.core.config import Config
-from ascent.core.protocols import Learner, Sampler
+from ascent.core.protocols import Learner, RolloutEngine
 from ascent.core.types import Streams
 from ascent.distributed.ranks import SINGLE_PROCESS, Ranks
 from ascent.runs import checkpoint
@@ -31,19 +31,19 @@ class Parts:
     """Where the loop's prompts and rewards come from: the config's task, or its offline data."""
     policy: Any
     """What is trained: a policy, or a reward model."""
-    sampler: Sampler
+    engine: RolloutEngine
     learner: Learner
     streams: Streams
     notes: tuple[str, ...] = ()
     """What a person should know of how these were made."""
-    judged: tuple[BoundTask, Sampler] | None = None
+    judged: tuple[BoundTask, RolloutEngine] | None = None
     """What held-out answers are drawn with and scored by; None where no policy is trained on a task that scores."""
 
     def evaluator(self, keep: Keep | None = None) -> Evaluate:
         """What the loop calls to evaluate. A task that scores its own demonstrations needs no log-probs of them."""
         config, evaluators = self.config, []
         if config.data != "samples" and not (self.judged and config.data == "demonstrations"):
-            evaluators.append(offline_evaluator(config, self.learner, self.task, self.sampler))
+            evaluators.append(offline_evaluator(config, self.learner, self.task, self.engine))
         if self.judged is not None:
             policy = self.policy if self.backend.enumerates else None
             evaluators.append(sample_evaluator(config, *self.judged, policy, keep))
@@ -51,8 +51,8 @@ class Parts:
 
     def preflight(self) -> Report | None:
         """What to know before the run begins; None: there is nothing to look at."""
-        sampler = None if self.judged is None else self.judged[1]
-        return self.backend.preflight(self.config, self.policy, self.task, self.learner, sampler, self.notes)
+        engine = None if self.judged is None else self.judged[1]
+        return self.backend.preflight(self.config, self.policy, self.task, self.learner, engine, self.notes)
 
     def resolve_old_logp(self) -> None:
         """Decide whose log-probs logp_old is. From here on the config says it, and the notes why."""
@@ -61,14 +61,14 @@ class Parts:
             self.config = replace(config, old_logp="sampler" if config.old_logp == "auto" else config.old_logp)
             return
         draws, prompts = (torch.Generator().manual_seed(config.seed + own) for own in (5_000_011, 6_000_011))
-        sampler = self.backend.sampler(config, self.policy, draws)
+        engine = self.backend.rollout_engine(config, self.policy, draws)
         drawn = self.task.draw(min(old_logp.PROMPTS, config.prompts), prompts)
-        self.config, why = old_logp.resolve(config, old_logp.measure_gap(config, self.learner, sampler, drawn))
+        self.config, why = old_logp.resolve(config, old_logp.measure_gap(config, self.learner, engine, drawn))
         self.notes += why
 
     def close(self) -> None:
         """End what was started for the run: the processes that compute rewards."""
-        parts = (self.task, self.sampler, *(self.judged or ()), self.learner)
+        parts = (self.task, self.engine, *(self.judged or ()), self.learner)
         for part in {id(part): part for part in parts}.values():
             part.close()
 
@@ -95,13 +95,13 @@ def assemble(
     judged = None
     if config.algorithm.loss.trains == "policy" and config.task.data == "samples":
         bound = bind_task(backend, config.task, model, scores=ranks.rank == 0)
-        judged = bound, backend.sampler(config, model, streams.sampling)
+        judged = bound, backend.rollout_engine(config, model, streams.sampling)
         notes += (judged[1].note,) if judged[1].note else ()
         if ranks.rank == 0:  # where rewards are computed
             backend.score_early(*judged)
             if config.data == "samples":
                 backend.train_early(config, judged[1], learner)
-    task, sampler = judged if judged and config.data == "samples" else backend.offline(config, model, streams.sampling)
+    task, engine = judged if judged and config.data == "samples" else backend.offline(config, model, streams.sampling)
     if fresh and config.data_epochs is not None:
         config = replace(config, steps=steps_of(config.data_epochs, config.prompts, task))
-    return Parts(config, backend, task, model, sampler, learner, streams, notes, judged)
+    return Parts(config, backend, task, model, engine, learner, streams, notes, judged)

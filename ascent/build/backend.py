@@ -17,7 +17,7 @@ from torch import Tensor
 from ascent.core.config import Config
 from ascent.core.errors import ConfigError
 from ascent.core.menu import name_of
-from ascent.core.protocols import Learner, Sampler, Task
+from ascent.core.protocols import Learner, RolloutEngine, Task
 from ascent.core.types import Prompts, Rollouts, Streams
 from ascent.distributed.ranks import SINGLE_PROCESS, Ranks, in_ray_cluster
 from ascent.inference.occupancy import Timeline
@@ -61,7 +61,7 @@ class BoundTask(Task, Protocol):
         """What was left out of the data, in words."""
 
 
-class OfflineSampler(Sampler):
+class OfflineEngine(RolloutEngine):
     """Answers each prompt with what was written down: a demonstration, a preference pair, or labelled steps.
 
     So the loop, its records and its checkpoints are the same for offline data as for sampled responses.
@@ -182,19 +182,19 @@ class Backend(ABC):
     def learner(self, config: Config, model: Any, streams: Streams, ranks: Ranks = SINGLE_PROCESS) -> Learner: ...
 
     @abstractmethod
-    def sampler(self, config: Config, model: Any, generator: torch.Generator) -> Sampler: ...
+    def rollout_engine(self, config: Config, model: Any, generator: torch.Generator) -> RolloutEngine: ...
 
-    def timeline(self, sampler: Sampler) -> Timeline | None:
+    def timeline(self, engine: RolloutEngine) -> Timeline | None:
         """Where its sampler notes how many responses it decodes at once; None: always all of them."""
         return None
 
-    def keep_logs(self, sampler: Sampler, folder: Path) -> None:  # noqa: B027 (most samplers start nothing)
+    def keep_logs(self, engine: RolloutEngine, folder: Path) -> None:  # noqa: B027 (most samplers start nothing)
         """Tell a sampler that starts processes where their logs go: into the run's folder."""
 
-    def score_early(self, task: Any, sampler: Any) -> None:  # noqa: B027 (small policies are drawn whole)
+    def score_early(self, task: Any, engine: Any) -> None:  # noqa: B027 (small policies are drawn whole)
         """Let a sampler hand responses over to the task's scoring while it draws others, where it can."""
 
-    def train_early(self, config: Config, sampler: Any, learner: Any) -> None:  # noqa: B027 (most learners wait)
+    def train_early(self, config: Config, engine: Any, learner: Any) -> None:  # noqa: B027 (most learners wait)
         """Let a learner begin with a step's rollouts before they are scored, where it can."""
 
     def dtype(self, model: Any) -> torch.dtype:
@@ -206,11 +206,17 @@ class Backend(ABC):
         """The task as the loop calls it. `rewards`: what `reward_sources` names, loaded, by source."""
 
     @abstractmethod
-    def offline(self, config: Config, model: Any, generator: torch.Generator) -> tuple[BoundTask, Sampler]:
+    def offline(self, config: Config, model: Any, generator: torch.Generator) -> tuple[BoundTask, RolloutEngine]:
         """The task as a source of offline data (config.data), and the sampler that reads it out."""
 
     def preflight(
-        self, config: Config, model: Any, task: Task, learner: Learner, sampler: Sampler | None, notes: Sequence[str]
+        self,
+        config: Config,
+        model: Any,
+        task: Task,
+        learner: Learner,
+        engine: RolloutEngine | None,
+        notes: Sequence[str],
     ) -> Report | None:
         """What to know before a run begins; None: there is nothing to look at. No `sampler`: nothing is sampled."""
         return None
@@ -251,17 +257,25 @@ class Backend(ABC):
                 )
         return replace(config, **changes)
 
-    def answering_sampler(self, config: Config, policy: Any, prompts: Prompts, seed: int, version: int) -> Sampler:
+    def engine_for_prompts(
+        self, config: Config, policy: Any, prompts: Prompts, seed: int, version: int
+    ) -> RolloutEngine:
         """A sampler for these prompts, whose draws the seed decides."""
-        return self.sampler(config, policy, torch.Generator().manual_seed(seed))
+        return self.rollout_engine(config, policy, torch.Generator().manual_seed(seed))
 
-    def endpoint_sampler(self, config: Config, policy: Any, context: int, version: int) -> Any:
+    def serving_engine(self, config: Config, policy: Any, context: int, version: int) -> Any:
         """A sampler for requests of up to so many tokens, prompts counted."""
         raise ConfigError("this policy reads and writes numbers: there is nothing to say to it over HTTP")
 
     @abstractmethod
     def continue_responses(
-        self, config: Config, policy: Any, prompts: Prompts, prefixes: list[list[int]], count: int, sampler: Sampler
+        self,
+        config: Config,
+        policy: Any,
+        prompts: Prompts,
+        prefixes: list[list[int]],
+        count: int,
+        engine: RolloutEngine,
     ) -> list[list[list[int]]]:
         """`count` whole responses per prefix, [prompt][sample], which may run past their end tokens."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ascent.build.backend import SAMPLING_SETTINGS, Backend, LearnedReward, OfflineSampler, Params, Report, Start
+from ascent.build.backend import SAMPLING_SETTINGS, Backend, LearnedReward, OfflineEngine, Params, Report, Start
 from ascent.build.language_reward_model import HEAD, LanguageProcessReward, LanguageRewardModel, add_head
 from ascent.build.model_verification import prove
 from ascent.build.precision import precision_of, why_not_float16
@@ -25,7 +25,7 @@ from ascent.core.errors import ConfigError
 from ascent.core.groups import All
 from ascent.core.losses import LogProb
 from ascent.core.menu import name_of
-from ascent.core.protocols import Learner, Sampler
+from ascent.core.protocols import Learner, RolloutEngine
 from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Prompts, Streams
 from ascent.core.update import Adam
@@ -83,7 +83,7 @@ class LanguageBackend(Backend):
                 "moments. Leave it out"
             )
         offline, data = config.task.data, config.algorithm.loss.data
-        if config.task.plays and config.data != "samples":
+        if config.task.has_environment and config.data != "samples":
             raise ConfigError(
                 "--tools, --environment and --agent answer what the policy samples, and this run learns from "
                 f"{config.data}: leave them out"
@@ -175,40 +175,40 @@ class LanguageBackend(Backend):
             learner.train_reward(partial(LEARNED[algorithm.loss.trains].read, learner.lm, forward=learner.passes))
         return learner
 
-    def sampler(self, config: Config, model: LanguageModel, generator: torch.Generator) -> Any:
+    def rollout_engine(self, config: Config, model: LanguageModel, generator: torch.Generator) -> Any:
         """The engine's, if the run has one; the first load of weights starts it. In a cluster replicas have it."""
         local = config.policy.engine == "local" or in_ray_cluster()
-        return (self.local_sampler if local else self.served_sampler)(config, model, generator)
+        return (self.local_engine if local else self.remote_engine)(config, model, generator)
 
-    def served_sampler(self, config: Config, model: LanguageModel, generator: torch.Generator) -> RemoteEngine:
+    def remote_engine(self, config: Config, model: LanguageModel, generator: torch.Generator) -> RemoteEngine:
         task = config.task
         stops = Stops(task.stop, model.tokenizer, model.vocab) if task.stop else None
-        longest, most = task.max_prompt + task.room, task.max_tokens if task.plays else 0
+        longest, most = task.max_prompt + task.room, task.max_tokens if task.has_environment else 0
         kind = RemoteConversationEngine if task.agent else RemoteEngine
         return kind(config.policy, model, task.room, longest, config.temperature, generator, stops, most)
 
-    def local_sampler(self, config: Config, model: LanguageModel, generator: torch.Generator) -> LanguageSampler:
+    def local_engine(self, config: Config, model: LanguageModel, generator: torch.Generator) -> LanguageSampler:
         task, support = config.task, SamplingParams(config.top_k, config.top_p, config.min_p, config.task.min_tokens)
         stops = Stops(task.stop, model.tokenizer, model.vocab) if task.stop else None
         how = (config.temperature, generator, support, config.policy.rows, stops)
         kind = PolledSampler if task.agent else LanguageSampler
-        return kind(model, task.room, *how, most=task.max_tokens if task.plays else 0)
+        return kind(model, task.room, *how, most=task.max_tokens if task.has_environment else 0)
 
-    def timeline(self, sampler: Any) -> Timeline:
-        return sampler.timeline
+    def timeline(self, engine: Any) -> Timeline:
+        return engine.timeline
 
-    def score_early(self, task: Any, sampler: Any) -> None:
-        if isinstance(sampler, LanguageSampler) and isinstance(task, TokenizedTask):
-            sampler.score_early = task.score_early
+    def score_early(self, task: Any, engine: Any) -> None:
+        if isinstance(engine, LanguageSampler) and isinstance(task, TokenizedTask):
+            engine.score_early = task.score_early
 
-    def train_early(self, config: Config, sampler: Any, learner: Any) -> None:
+    def train_early(self, config: Config, engine: Any, learner: Any) -> None:
         """Only where an update takes all that was drawn: what is left out or cut is known after the rewards."""
         whole = config.minibatches == 1 and isinstance(config.algorithm.groups, All)
-        if whole and isinstance(sampler, LanguageSampler) and isinstance(learner, LanguageLearner):
-            sampler.train_early = learner.begin
+        if whole and isinstance(engine, LanguageSampler) and isinstance(learner, LanguageLearner):
+            engine.train_early = learner.begin
 
-    def keep_logs(self, sampler: Any, folder: Path) -> None:
-        sampler.folder = folder / "engine"
+    def keep_logs(self, engine: Any, folder: Path) -> None:
+        engine.folder = folder / "engine"
 
     def dtype(self, model: LanguageModel) -> torch.dtype:
         return model.model.dtype
@@ -221,22 +221,22 @@ class LanguageBackend(Backend):
         }
         return play_text(task, model, lambda encoder: TokenizedTask(task, encoder, graders))
 
-    def offline(self, config: Config, model: LanguageModel, generator: torch.Generator) -> tuple[Any, Sampler]:
+    def offline(self, config: Config, model: LanguageModel, generator: torch.Generator) -> tuple[Any, RolloutEngine]:
         task = OfflineTextTask(config.task, model, config.data)
-        return task, OfflineSampler(task.offline_rollouts)
+        return task, OfflineEngine(task.offline_rollouts)
 
     def preflight(
-        self, config: Config, model: Any, task: Any, learner: Any, sampler: Sampler | None, notes: Sequence[str]
+        self, config: Config, model: Any, task: Any, learner: Any, engine: RolloutEngine | None, notes: Sequence[str]
     ) -> Report:
         """Batch sizes, memory, the reward and a first sample. Random streams are left as they are."""
         report, limits = Report(arithmetic(config)), config.task
         room, need = _positions(model), limits.max_prompt + limits.room
         if room is not None and need > room:
             what = f"--max-prompt {limits.max_prompt} and --max-tokens {limits.max_tokens} make {need} positions"
-            if limits.plays:
+            if limits.has_environment:
                 what = f"a conversation may have {need} tokens (--max-context)"
             report.refusals.append(f"{what}, and the model has {room}: lower one of them.")
-        here = sampler if config.policy.engine == "local" else None
+        here = engine if config.policy.engine == "local" else None
         report_memory(config, learner, 0 if here is None else here.rows, report)
         report_update(config, learner, report)
         report.lines += [f"note       {note}" for note in notes]
@@ -247,7 +247,7 @@ class LanguageBackend(Backend):
             where = " ".join(config.policy.engine_url) or f"started from {config.policy.engine_python}"
             report.lines.append(f"engine     {config.policy.engine}, {where}: probed after each load of weights")
         elif config.data == "samples" and not report.refusals:
-            probe = self.sampler(config, model, torch.Generator().manual_seed(config.seed + 4_000_037))
+            probe = self.rollout_engine(config, model, torch.Generator().manual_seed(config.seed + 4_000_037))
             sample = report_sample(config, task, probe, report)
             if not config.task.agent:  # how long agents take, short trials of the model do not say
                 report_seconds(config, learner, task, probe, sample, report)
@@ -287,7 +287,7 @@ class LanguageBackend(Backend):
         policy = replace(config.policy, **among(("device", "rows")))
         return replace(config, task=task, policy=policy, **among(SAMPLING_SETTINGS))
 
-    def answering_sampler(
+    def engine_for_prompts(
         self, config: Config, policy: LanguageModel, prompts: Prompts, seed: int, version: int
     ) -> LanguageSampler:
         limit, width = config.task.room, prompts.prompt.shape[1]
@@ -300,11 +300,11 @@ class LanguageBackend(Backend):
                 else f"the prompt has {width} tokens, and the model {room} positions: shorten it"
             )
         prove(policy, width + limit, config.policy.share_prompts)
-        sampler = self.local_sampler(config, policy, torch.Generator().manual_seed(seed))
-        sampler.load({}, version)
-        return sampler
+        engine = self.local_engine(config, policy, torch.Generator().manual_seed(seed))
+        engine.load({}, version)
+        return engine
 
-    def endpoint_sampler(self, config: Config, policy: LanguageModel, context: int, version: int) -> Any:
+    def serving_engine(self, config: Config, policy: LanguageModel, context: int, version: int) -> Any:
         room = _positions(policy) or context
         if not 2 <= context <= room:
             raise ConfigError(f"--max-context {context}: the model has {room} positions, and a turn takes two or more")
@@ -315,28 +315,28 @@ class LanguageBackend(Backend):
         prove(policy, context, config.policy.share_prompts)
         support = SamplingParams(config.top_k, config.top_p, config.min_p)
         how = (config.temperature, torch.Generator(), support, config.policy.rows)
-        sampler = LanguageSampler(policy, context, *how)
-        sampler.load({}, version)
-        return sampler
+        engine = LanguageSampler(policy, context, *how)
+        engine.load({}, version)
+        return engine
 
     def continue_responses(
-        self, config: Config, policy: Any, prompts: Prompts, prefixes: list[list[int]], count: int, sampler: Any
+        self, config: Config, policy: Any, prompts: Prompts, prefixes: list[list[int]], count: int, engine: Any
     ) -> list[list[list[int]]]:
         begun = [row[row >= 0].tolist() + tokens for row, tokens in zip(prompts.prompt, prefixes, strict=True)]
         width = max(map(len, begun))
         prompt = torch.tensor([ids + [-1] * (width - len(ids)) for ids in begun])
         lengths = torch.tensor([len(tokens) for tokens in prefixes])
         limits = (config.task.max_tokens if prompts.limits is None else prompts.limits) - lengths
-        begun_prompts, support = replace(prompts, prompt=prompt, limits=limits), sampler.support
-        left, stops = (support.min_tokens - lengths).clamp(min=0), sampler.stops
+        begun_prompts, support = replace(prompts, prompt=prompt, limits=limits), engine.support
+        left, stops = (support.min_tokens - lengths).clamp(min=0), engine.stops
         groups: list[list[list[int]]] = [[] for _ in prefixes]
         for least in left.unique().tolist():  # the tokens of a prefix count
             rows = (left == least).nonzero().flatten()
-            sampler.support = replace(support, min_tokens=least)
-            drawn = sampler.generate(begun_prompts[rows], count, limit=int(limits[rows].max()))
+            engine.support = replace(support, min_tokens=least)
+            drawn = engine.generate(begun_prompts[rows], count, limit=int(limits[rows].max()))
             for row, group, masks in zip(rows.tolist(), drawn.response, drawn.mask, strict=True):
                 groups[row] = [prefixes[row] + ids[mask].tolist() for ids, mask in zip(group, masks, strict=True)]
-        sampler.support = support
+        engine.support = support
         for tokens, group in zip(prefixes, groups, strict=True) if stops else ():  # a string may begin in a prefix
             start = max(len(tokens), support.min_tokens - 1)
             group[:] = [ids[: stops.end(ids, start) or len(ids)] for ids in group]

@@ -15,7 +15,7 @@ from ascent.core.config import Config
 from ascent.core.correction import log_weight
 from ascent.core.losses import Loss
 from ascent.core.menu import name_of
-from ascent.core.protocols import Learner, Sampler
+from ascent.core.protocols import Learner, RolloutEngine
 from ascent.core.types import Batch, Prompts, to_batch
 
 PROMPTS, SAMPLES, TOKENS = 4, 8, 256
@@ -70,12 +70,12 @@ def can_matter(config: Config, dtype: torch.dtype) -> bool:
     return "logp_old" in config.algorithm.needs or (has_ratio and torch.finfo(dtype).bits < 32)
 
 
-def measure_gap(config: Config, learner: Learner, sampler: Sampler, prompts: Prompts) -> Batch:
+def measure_gap(config: Config, learner: Learner, engine: RolloutEngine, prompts: Prompts) -> Batch:
     """A few responses, with the learner's log-probs of them as logp_old."""
     whole = config.algorithm.loss.sequence or config.algorithm.correction.on
-    sampler.load(learner.params(), version=0)
-    limit = sampler.limit if whole else min(sampler.limit, TOKENS)
-    rollouts = sampler.generate(prompts, min(config.samples, SAMPLES), limit=limit)
+    engine.load(learner.params(), version=0)
+    limit = engine.limit if whole else min(engine.limit, TOKENS)
+    rollouts = engine.generate(prompts, min(config.samples, SAMPLES), limit=limit)
     shape = rollouts.mask.shape[:2]
     batch = to_batch(rollouts, reward=torch.zeros(*shape, 1), valid=torch.ones(shape, dtype=torch.bool))
     return batch.add(**learner.score(batch, frozenset({"logp_old"})))

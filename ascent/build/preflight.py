@@ -9,7 +9,7 @@ from ascent.build import trial_timings
 from ascent.build.backend import Report
 from ascent.core.config import Config
 from ascent.core.groups import without_signal
-from ascent.core.loop import scored
+from ascent.core.loop import score_rollouts
 from ascent.core.types import Batch
 from ascent.inference.engine import LanguageSampler
 from ascent.models.causal_lm import is_mixed
@@ -170,7 +170,7 @@ def report_sample(config: Config, task: Any, probe: LanguageSampler, report: Rep
     """A few groups as a step would draw them, from random streams of their own; and how long that took."""
     prompts = task.draw(min(4, config.prompts), torch.Generator().manual_seed(config.seed + 3_000_017))
     rollouts, call = trial_timings.timed(probe, prompts, config.samples)
-    batch, errors = scored(task, rollouts)
+    batch, errors = score_rollouts(task, rollouts)
     groups, responses = len(prompts), batch.truncated.numel()
     silent, cut = int(without_signal(batch).sum()), int(batch.truncated.sum())
     right = int((batch.correct & batch.valid).sum()) if batch.correct is not None else None

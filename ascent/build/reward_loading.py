@@ -90,8 +90,8 @@ def _reward(backend: Backend, task: Any, source: str) -> Any:
 def assess(run: str | Path, pairs: int | None = None) -> Calibration:
     """Accuracy, log-loss and calibration of a reward model on the pairs that its run held out."""
     model = load_reward_model(run)
-    task, sampler = backend_of(model.config).offline(model.config, model.model, torch.Generator())
-    held_out = offline_batch(sampler.generate(task.held_out(pairs or model.config.eval_prompts), 2))
+    task, engine = backend_of(model.config).offline(model.config, model.model, torch.Generator())
+    held_out = offline_batch(engine.generate(task.held_out(pairs or model.config.eval_prompts), 2))
     parts = torch.arange(len(held_out.prompt)).split(model.batch)
     return calibration(torch.cat([margin_of(model(held_out.select(rows))).flatten() for rows in parts]))
 

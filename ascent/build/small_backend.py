@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascent.build.backend import Backend, LearnedReward, OfflineSampler, Params, Start
+from ascent.build.backend import Backend, LearnedReward, OfflineEngine, Params, Start
 from ascent.core.config import Config
 from ascent.core.errors import ConfigError
 from ascent.core.menu import hyperparameters, name_of
-from ascent.core.protocols import Learner, Sampler
+from ascent.core.protocols import Learner, RolloutEngine
 from ascent.core.types import Prompts, Streams
 from ascent.distributed.ranks import SINGLE_PROCESS, Ranks
 from ascent.models.small_policies import Policy, ValueFunction, draw_next
@@ -77,15 +77,15 @@ class SmallBackend(Backend):
             learner.train_reward(partial(SCORES[algorithm.loss.trains], model))
         return learner
 
-    def sampler(self, config: Config, model: Any, generator: torch.Generator) -> Sampler:
+    def rollout_engine(self, config: Config, model: Any, generator: torch.Generator) -> RolloutEngine:
         return SmallSampler(model, config.temperature, generator)
 
     def bind(self, task: Any, model: Any, rewards: Mapping[str, Any]) -> Any:
         return play_small(BoundSmallTask(task, rewards))
 
-    def offline(self, config: Config, model: Any, generator: torch.Generator) -> tuple[Any, Sampler]:
+    def offline(self, config: Config, model: Any, generator: torch.Generator) -> tuple[Any, RolloutEngine]:
         task = SmallOfflineTask(config.task, config.data, generator)
-        return task, OfflineSampler(task.offline_rollouts)
+        return task, OfflineEngine(task.offline_rollouts)
 
     def policy(self, config: Config, params: Params | None) -> Policy:
         policy = config.policy(config.task.space, Streams(config.seed).sampling)
@@ -103,7 +103,7 @@ class SmallBackend(Backend):
 
     @torch.no_grad()
     def continue_responses(
-        self, config: Config, policy: Any, prompts: Prompts, prefixes: list[list[int]], count: int, sampler: Any
+        self, config: Config, policy: Any, prompts: Prompts, prefixes: list[list[int]], count: int, engine: Any
     ) -> list[list[list[int]]]:
         """Every prefix is drawn to the limit `count` times. There is no cache: responses are short."""
         limit = policy.space.limit
@@ -113,7 +113,7 @@ class SmallBackend(Backend):
         length = torch.tensor([len(tokens) for tokens in prefixes])
         for t in range(int(length.min()), limit):
             logits: Tensor = policy.logits(prompts.prompt, response)[:, :, t].expand(-1, count, -1)
-            token, _ = draw_next(logits.flatten(0, 1), config.temperature, sampler.generator)
+            token, _ = draw_next(logits.flatten(0, 1), config.temperature, engine.generator)
             fresh = (length <= t)[:, None]
             response[:, :, t] = torch.where(fresh, token.view(len(prefixes), count), response[:, :, t])
         return response.tolist()

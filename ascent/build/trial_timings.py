@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ascent.core.config import Config
-from ascent.core.protocols import Sampler
+from ascent.core.protocols import RolloutEngine
 from ascent.core.types import Prompts, Rollouts, Terms, to_batch
 from ascent.training.language_learner import LanguageLearner
 from ascent.training.micro_batches import update_operations
@@ -39,9 +39,11 @@ class TimedCall(NamedTuple):
     tokens: int
 
 
-def timed(sampler: Sampler, prompts: Prompts, samples: int, limit: int | None = None) -> tuple[Rollouts, TimedCall]:
+def timed(
+    engine: RolloutEngine, prompts: Prompts, samples: int, limit: int | None = None
+) -> tuple[Rollouts, TimedCall]:
     begin = time.perf_counter()
-    rollouts = sampler.generate(prompts, samples, limit=limit)
+    rollouts = engine.generate(prompts, samples, limit=limit)
     seconds = time.perf_counter() - begin
     length = rollouts.present.sum(-1)
     return rollouts, TimedCall(seconds, len(prompts), int(length.max()), int(length.sum()))

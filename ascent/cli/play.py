@@ -325,7 +325,7 @@ def play_environment(loaded: LoadedPolicy, seed: int, terminal: Terminal) -> Non
     task, words = loaded.config.task, loaded.backend.words
     if not words and task.episode() is None:
         raise ConfigError(f"{type(task).__name__.lower()} has one turn: the policy takes no answer to it")
-    if words and not task.plays:  # anybody may be answered; the class is never made in a process
+    if words and not task.has_environment:  # anybody may be answered; the class is never made in a process
         answered = replace(task, environment=f"python:{__file__}:Person")
         loaded = replace(loaded, config=replace(loaded.config, task=answered))
     bound: Any = loaded.unscored_task()

@@ -18,18 +18,18 @@ from torch import Tensor
 from ascent.core.errors import ConfigError
 from ascent.core.types import Batch, State, at_last, reward_to_go
 
-Credit = Float[Tensor, "prompt sample #token"]
+Advantages = Float[Tensor, "prompt sample #token"]
 Keep = Bool[Tensor, "prompt sample 1"]
 
 
-def _group(batch: Batch) -> tuple[Credit, Keep, Float[Tensor, "prompt 1 1"]]:
+def _group(batch: Batch) -> tuple[Advantages, Keep, Float[Tensor, "prompt 1 1"]]:
     """R (0 where the reward failed), which responses count, and how many of them a group has."""
     keep = batch.valid.unsqueeze(-1)
     R = torch.where(keep, reward_to_go(batch.reward), 0.0)
     return R, keep, keep.sum(1, keepdim=True).to(R.dtype)
 
 
-def _total(R: Credit) -> Float[Tensor, "prompt sample 1"]:
+def _total(R: Advantages) -> Float[Tensor, "prompt sample 1"]:
     """The reward of the whole response: the reward-to-go of its first token."""
     return R[..., :1]
 
@@ -44,7 +44,7 @@ def all_equal(total: Tensor, keep: Tensor) -> Bool[Tensor, "prompt 1 1"]:
     return high <= low
 
 
-def whiten(credit: Credit, batch: Batch, eps: float) -> Credit:
+def whiten(credit: Advantages, batch: Batch, eps: float) -> Advantages:
     """(δ − mean) / (std + ε), both over the counted tokens of the batch, ddof 1; 0 where all are equal."""
     tokens = credit.expand_as(batch.counted)[batch.counted]
     if tokens.numel() < 2 or bool(tokens.max() == tokens.min()):
@@ -60,7 +60,7 @@ class Advantage:
     needs: ClassVar[frozenset[str]] = frozenset()
     """Batch fields that it reads beyond reward, mask and valid."""
 
-    def __call__(self, batch: Batch, state: State) -> Credit:
+    def __call__(self, batch: Batch, state: State) -> Advantages:
         raise NotImplementedError
 
     def start(self) -> State:
@@ -83,7 +83,7 @@ class Raw(Advantage):
 
     group = False
 
-    def __call__(self, batch: Batch, state: State) -> Credit:
+    def __call__(self, batch: Batch, state: State) -> Advantages:
         return _group(batch)[0]
 
 
@@ -96,7 +96,7 @@ class Centered(Advantage):
     expectation is (G−1)/G of the gradient. Degenerate case: a group of one gives 0.
     """
 
-    def __call__(self, batch: Batch, state: State) -> Credit:
+    def __call__(self, batch: Batch, state: State) -> Advantages:
         R, keep, n = _group(batch)
         return torch.where(keep, R - R.sum(1, keepdim=True) / n.clamp(min=1), 0.0)
 
@@ -110,7 +110,7 @@ class LeaveOneOut(Advantage):
     At small G on 0/1 rewards its variance can exceed raw's. Degenerate case: a group of one gives 0.
     """
 
-    def __call__(self, batch: Batch, state: State) -> Credit:
+    def __call__(self, batch: Batch, state: State) -> Advantages:
         _, _, n = _group(batch)
         return Centered()(batch, state) * n / (n - 1).clamp(min=1)
 
@@ -134,7 +134,7 @@ class Normalized(Advantage):
         if not self.eps >= 0 or self.ddof not in (0, 1):
             raise ConfigError(f"--advantage.eps is {self.eps:g}, .ddof {self.ddof}: ε is 0 or more, and ddof 0 or 1")
 
-    def __call__(self, batch: Batch, state: State) -> Credit:
+    def __call__(self, batch: Batch, state: State) -> Advantages:
         R, keep, n = _group(batch)
         total, centered = _total(R), Centered()(batch, state)
         squares = _total(centered).square().sum(1, keepdim=True)
@@ -151,7 +151,7 @@ class BestOnly(Advantage):
     the best of G. Degenerate case: an all-equal group keeps every reward; a group of one gives 0.
     """
 
-    def __call__(self, batch: Batch, state: State) -> Credit:
+    def __call__(self, batch: Batch, state: State) -> Advantages:
         R, keep, n = _group(batch)
         total = _total(R)
         best = torch.where(keep, total, -torch.inf).amax(1, keepdim=True)
@@ -178,7 +178,7 @@ class RunningMean(Advantage):
     def start(self) -> State:
         return {"baseline": 0.0}
 
-    def __call__(self, batch: Batch, state: State) -> Credit:
+    def __call__(self, batch: Batch, state: State) -> Advantages:
         R, keep, _ = _group(batch)
         return torch.where(keep, R - state["baseline"], 0.0)
 
@@ -202,7 +202,7 @@ class Greedy(Advantage):
     group = False
     needs = frozenset({"reward_greedy"})
 
-    def __call__(self, batch: Batch, state: State) -> Credit:
+    def __call__(self, batch: Batch, state: State) -> Advantages:
         assert batch.reward_greedy is not None
         R, keep, _ = _group(batch)
         return torch.where(keep, R - batch.reward_greedy, 0.0)
@@ -225,7 +225,7 @@ class OptimalBaseline(Advantage):
     def needs(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset({"score_norm"} if self.norm == "exact" else ())
 
-    def __call__(self, batch: Batch, state: State) -> Credit:
+    def __call__(self, batch: Batch, state: State) -> Advantages:
         R, keep, n = _group(batch)
         norm = batch.score_norm if self.norm == "exact" else batch.length.unsqueeze(-1).to(R.dtype)
         assert norm is not None
@@ -253,7 +253,7 @@ class BatchNormalized(Advantage):
     """Added to the standard deviation."""
     group = False
 
-    def __call__(self, batch: Batch, state: State) -> Credit:
+    def __call__(self, batch: Batch, state: State) -> Advantages:
         R, keep, _ = _group(batch)
         return torch.where(keep, whiten(R, batch, self.eps), 0.0)
 
@@ -269,7 +269,7 @@ class ByTurn(Advantage):
     Degenerate cases: with one turn it is leave-one-out on the outcome; a group of one gives 0.
     """
 
-    def __call__(self, batch: Batch, state: State) -> Credit:
+    def __call__(self, batch: Batch, state: State) -> Advantages:
         if batch.turn is None:
             return LeaveOneOut()(batch, state)
         R, keep, n = _group(batch)

@@ -6,8 +6,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ascent.core import advantages as credit_
-from ascent.core.advantages import ADVANTAGES, Advantage
+from ascent.core.advantages import (
+    ADVANTAGES,
+    Advantage,
+    BatchNormalized,
+    BestOnly,
+    Centered,
+    LeaveOneOut,
+    Normalized,
+    Raw,
+    RunningMean,
+)
 from ascent.core.correction import CORRECTIONS, Correction, NoCorrection
 from ascent.core.critics import CRITICS, VALUE_SUMS, Critic, NoCritic, OwnCritic
 from ascent.core.errors import ConfigError
@@ -43,7 +52,7 @@ MENU = {
 class Algorithm:
     """One choice per axis. What a row does not name is off."""
 
-    advantage: Advantage = credit_.Raw()
+    advantage: Advantage = Raw()
     """Credit: how a reward becomes δ."""
     loss: Loss = LogProb()
     """Surrogate: what is maximised per token, given δ."""
@@ -113,13 +122,13 @@ class Algorithm:
         """What the choices remember, before the first step."""
         return self.advantage.start() | ({} if self.kl.where == "nowhere" else {"kl_coef": self.kl.coef})
 
-    def masked(self, batch: Batch) -> Batch:
+    def exclude_responses(self, batch: Batch) -> Batch:
         """The batch with the responses marked that are not trained on: truncated, or rejected by the correction."""
         found = [batch.truncated] if self.groups.mask_truncated else []
         found += [self.correction.rejected(batch)] if self.correction.geometric is not None else []
         return batch.add(masked=found[0] | found[-1]) if found else batch
 
-    def credited(self, batch: Batch, state: State) -> Batch:
+    def shape_rewards(self, batch: Batch, state: State) -> Batch:
         """The batch with the reward that credit is computed from: shaped by length, minus the KL."""
         extra = self.shaping(batch)
         if extra is not None:
@@ -130,10 +139,10 @@ class Algorithm:
             batch = batch.add(reward=self.kl.shaped(batch, penalty, state["kl_coef"]))
         return batch
 
-    def credit(self, batch: Batch, state: State) -> tuple[Batch, State]:
+    def compute_advantages(self, batch: Batch, state: State) -> tuple[Batch, State]:
         """δ for every response, and the factor for the gap between sampler and trainer."""
-        weighed, batch = batch, self.masked(batch)
-        credited = self.credited(batch, state)
+        weighed, batch = batch, self.exclude_responses(batch)
+        credited = self.shape_rewards(batch, state)
         δ = self.advantage(credited, state)
         if δ.shape[:-1] != batch.valid.shape or δ.shape[-1] not in (1, batch.mask.shape[-1]):
             raise ConfigError(
@@ -198,25 +207,25 @@ def _total(weight: Float[Tensor, "prompt sample token"], term: Float[Tensor, "pr
 
 
 _CLIP = Clipped(0.2, 0.2)
-GRPO = Algorithm(credit_.Normalized(1e-4), _CLIP, SequenceMean(), InLoss("k3", 0.04), Frozen())
+GRPO = Algorithm(Normalized(1e-4), _CLIP, SequenceMean(), InLoss("k3", 0.04), Frozen())
 
 ALGORITHMS = {
-    "reinforce": Algorithm(credit_.Raw(), LogProb(), SequenceSum()),
-    "reinforce-baseline": Algorithm(credit_.RunningMean(), LogProb(), SequenceSum()),
-    "best-only": Algorithm(credit_.BestOnly(), LogProb(), SequenceSum()),
-    "rloo": Algorithm(credit_.LeaveOneOut(), LogProb(), SequenceSum(), InReward("k1", 0.05, "response"), Frozen()),
-    "reinforce++": Algorithm(credit_.BatchNormalized(), _CLIP, TokenMean(), InReward("k1", 0.01, "token"), Frozen()),
+    "reinforce": Algorithm(Raw(), LogProb(), SequenceSum()),
+    "reinforce-baseline": Algorithm(RunningMean(), LogProb(), SequenceSum()),
+    "best-only": Algorithm(BestOnly(), LogProb(), SequenceSum()),
+    "rloo": Algorithm(LeaveOneOut(), LogProb(), SequenceSum(), InReward("k1", 0.05, "response"), Frozen()),
+    "reinforce++": Algorithm(BatchNormalized(), _CLIP, TokenMean(), InReward("k1", 0.01, "token"), Frozen()),
     "grpo": GRPO,
-    "dr-grpo": replace(GRPO, advantage=credit_.Centered(), weights=FixedLength(), kl=NoKL(), reference=NoReference()),
-    "dapo": Algorithm(credit_.Normalized(), Clipped(0.2, 0.28), TokenMean(), groups=WithSignal(), shaping=Overlong()),
-    "gspo": Algorithm(credit_.Normalized(), SequenceRatio("mean", 3e-4, 4e-4), SequenceMean()),
-    "cispo": Algorithm(credit_.Normalized(), Cispo(low=1.0, high=4.0), TokenMean()),
+    "dr-grpo": replace(GRPO, advantage=Centered(), weights=FixedLength(), kl=NoKL(), reference=NoReference()),
+    "dapo": Algorithm(Normalized(), Clipped(0.2, 0.28), TokenMean(), groups=WithSignal(), shaping=Overlong()),
+    "gspo": Algorithm(Normalized(), SequenceRatio("mean", 3e-4, 4e-4), SequenceMean()),
+    "cispo": Algorithm(Normalized(), Cispo(low=1.0, high=4.0), TokenMean()),
     "actor-critic": Algorithm(GAE(1.0, 0.95), LogProb(), TokenMean(), critic=OwnCritic()),
     "ppo": Algorithm(GAE(1.0, 0.95, whitened=True), _CLIP, TokenMean(), critic=OwnCritic()),
-    "trpo": Algorithm(credit_.LeaveOneOut(), Ratio(), TokenMean(), update=TrustRegion(0.01)),
-    "sft": Algorithm(credit_.Raw(), Likelihood(), TokenMean()),
-    "dpo": Algorithm(credit_.Raw(), Dpo(0.1), SequenceMean(), reference=Frozen()),
-    "reward-model": Algorithm(credit_.Raw(), BradleyTerry(), SequenceMean()),
-    "process-reward": Algorithm(credit_.Raw(), StepValue(), TokenMean()),
+    "trpo": Algorithm(LeaveOneOut(), Ratio(), TokenMean(), update=TrustRegion(0.01)),
+    "sft": Algorithm(Raw(), Likelihood(), TokenMean()),
+    "dpo": Algorithm(Raw(), Dpo(0.1), SequenceMean(), reference=Frozen()),
+    "reward-model": Algorithm(Raw(), BradleyTerry(), SequenceMean()),
+    "process-reward": Algorithm(Raw(), StepValue(), TokenMean()),
 }
 """The named algorithms, as in their papers. `ascent explain NAME` says what other libraries compute."""

@@ -113,7 +113,7 @@ class Config:
                 f"--update {name_of(self.algorithm.update)} with --epochs {self.epochs} --minibatches "
                 f"{self.minibatches}: its region is around the policy that sampled, so set both to 1"
             )
-        if self.old_logp == "auto" and ("logp_old" in self.algorithm.needs or self.task.plays):
+        if self.old_logp == "auto" and ("logp_old" in self.algorithm.needs or self.task.has_environment):
             # A correction weighs the gap between the two. Who is decoded beside whom depends on who answers first.
             object.__setattr__(self, "old_logp", "learner")
         if self.old_logp == "sampler" and "logp_old" in self.algorithm.needs:

@@ -1,6 +1,6 @@
-"""The loop, top to bottom: prompts → rollouts → rewards → credit → loss → step → sync → metrics → checkpoint.
+"""The training loop: prompts → rollouts → rewards → advantages → loss → update → weight sync → metrics → checkpoint.
 
-It is handed its task, sampler, learner and records, and knows none of their kinds.
+Task, engine, learner and records are protocols: the loop knows none of their implementations.
 """
 
 import time
@@ -20,18 +20,20 @@ from ascent.core.correction import mismatch
 from ascent.core.errors import ConfigError, RunError
 from ascent.core.groups import without_signal
 from ascent.core.metric_names import MISMATCH
-from ascent.core.protocols import Learner, Records, RolloutJournal, RolloutRequest, Sampler, Task, UpdateResult
+from ascent.core.protocols import Learner, Records, RolloutEngine, RolloutJournal, RolloutRequest, Task, UpdateResult
 from ascent.core.types import Batch, Metrics, Prompts, Rollouts, State, Streams, at_actions, at_last, join, to_batch
 
-DEADLINE = 3600.0
-"""Seconds that a step waits for its groups, at most."""
+GROUP_DEADLINE = 3600.0
+"""Seconds that a step waits for all of its groups."""
+ScoredGroups = tuple[Tensor, Batch, list[str]]
+"""Prompt indices of a request, their scored groups, and the reasons why rewards failed."""
 
 
-class Clock:
+class PhaseTimer:
     """Seconds spent in each phase of a step, under `time/`."""
 
     def __init__(self) -> None:
-        self.spent: dict[str, float] = defaultdict(float)
+        self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -40,14 +42,14 @@ class Clock:
             yield
         except (torch.OutOfMemoryError, MemoryError) as error:
             advice = "--policy.rows or --max-tokens" if phase in ("generate", "eval") else "--micro-batch"
-            raise RunError(f"out of memory in the phase {phase}: lower {advice}. It said: {error}") from None
-        self.spent[f"time/{phase}"] += time.perf_counter() - begin
+            raise RunError(f"out of memory in the phase {phase}: lower {advice}. The error was: {error}") from None
+        self.seconds[f"time/{phase}"] += time.perf_counter() - begin
 
 
 def train(
     config: Config,
     task: Task,
-    sampler: Sampler,
+    engine: RolloutEngine,
     learner: Learner,
     records: Records,
     streams: Streams,
@@ -56,180 +58,197 @@ def train(
     state: State | None = None,
     journal: RolloutJournal | None = None,
 ) -> Iterator[int]:
-    """Steps `start` … `config.steps` from this state, or the first; each is yielded, and a config sent back is used."""
+    """Train from step `start` to `config.steps`.
+
+    Yields the number of each finished step. A config that the caller sends back replaces the current one.
+    """
     algorithm = config.algorithm
     reads_old = "logp_old" in algorithm.needs or algorithm.kl.where == "reward" or algorithm.update.whole
-    fresh = config.old_logp == "learner" and config.epochs * config.minibatches == 1 and not reads_old  # so ρ is 1
-    needs = algorithm.needs | ({"logp_old"} if config.old_logp == "learner" and not fresh else frozenset())
-    check_needs(needs, sampler, learner)
+    # With one update per batch the ratio is 1, so logp_old is the logp of that update: no extra forward pass.
+    ratio_is_one = config.old_logp == "learner" and config.epochs * config.minibatches == 1 and not reads_old
+    scores_old = config.old_logp == "learner" and not ratio_is_one
+    needs = algorithm.needs | ({"logp_old"} if scores_old else frozenset())
+    check_needs(needs, engine, learner)
     state = algorithm.start() if state is None else state
-    sampler.load(learner.params(), version=start)
+    engine.load(learner.params(), version=start)
     for step in range(start, config.steps):
-        clock, begin = Clock(), time.perf_counter()
-        batch, metrics = next_batch(journal, task, sampler, config, streams.prompts, clock, step)
-        with clock("score"):
-            batch = batch.add(logp_old=None if fresh else batch.logp_sampler)
+        timer, begin = PhaseTimer(), time.perf_counter()
+        batch, metrics = read_or_collect(journal, task, engine, config, streams.prompts, timer, step)
+        with timer("score"):
+            batch = batch.add(logp_old=None if ratio_is_one else batch.logp_sampler)
             batch = batch.add(**learner.score(batch, needs))
-        batch, state = algorithm.credit(batch, state)
+        batch, state = algorithm.compute_advantages(batch, state)
         batch = batch.add(**algorithm.scalars(state, step / config.steps))
         minis: list[Batch] = []
         updates: list[UpdateResult] = []
-        with clock("update"):
-            for part in batch.minibatches(config.epochs, config.minibatches, streams.order):
-                if not part.tokens:  # no step: Adam's momentum alone would move the policy
+        with timer("update"):
+            for mini in batch.minibatches(config.epochs, config.minibatches, streams.order):
+                if not mini.tokens:  # skip the update: Adam's momentum alone would move the policy
                     continue
-                again = part is batch and minis
-                minis.append(minis[0] if again else part.add(weight=algorithm.weights(part)))
+                repeated = mini is batch and minis  # a later epoch over an undivided batch: its weights are known
+                minis.append(minis[0] if repeated else mini.add(weight=algorithm.weights(mini)))
                 updates.append(learner.step(minis[-1], algorithm.objective, algorithm.update))
                 updates[-1].sums.update(algorithm.critic(learner, minis[-1]))
-        if fresh:  # the update's own log-probs are those of a forward pass before it
+        if ratio_is_one:
             batch = batch.add(logp_old=updates[0].logp if updates else batch.logp_sampler)
-        metrics |= summarize(step, batch, minis, updates, config)
-        with clock("sync"):
+        metrics |= update_metrics(step, batch, minis, updates, config)
+        with timer("sync"):
             state = algorithm.after(state, metrics)
-            sampler.load(learner.params(), version=step + 1)
+            engine.load(learner.params(), version=step + 1)
             if updates or not algorithm.reference.averages:
                 algorithm.reference(learner, step)
         if (step + 1) % config.eval_every == 0 or step + 1 == config.steps:
-            with clock("eval"):
+            with timer("eval"):
                 metrics |= evaluate()
-        working = time.perf_counter() - begin - clock.spent["time/eval"]
-        metrics |= {**clock.spent, "time/tokens_per_second": metrics["num_tokens"] / working}
+        training_seconds = time.perf_counter() - begin - timer.seconds["time/eval"]
+        metrics |= {**timer.seconds, "time/tokens_per_second": metrics["num_tokens"] / training_seconds}
         metrics["time/step"] = time.perf_counter() - begin
-        stop_on_trouble(step, metrics, batch, learner, records, config.max_mismatch)
+        raise_if_diverged(step, metrics, batch, learner, records, config.max_mismatch)
         records.step(step, metrics, batch, minis, updates)
         config = (yield step) or config
         stopping = records.stopping()
         if stopping or records.best() or (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
-            records.checkpoint(step + 1, learner, streams, state, sampler.held())
+            records.checkpoint(step + 1, learner, streams, state, engine.snapshot_pending())
         if stopping:
             return
 
 
-def next_batch(
+def read_or_collect(
     journal: RolloutJournal | None,
     task: Task,
-    sampler: Sampler,
+    engine: RolloutEngine,
     config: Config,
     rng: Generator,
-    clock: Clock,
+    timer: PhaseTimer,
     step: int,
 ) -> tuple[Batch, Metrics]:
-    """A step's batch, as the journal has it; or as it is drawn, and then journalled before its update."""
-    kept = None if journal is None else journal.read(step)
-    if kept is None:
-        batch, metrics = collect(task, sampler, config.algorithm, config, rng, clock, step)
+    """Return the step's batch: read from the journal if it is there; otherwise collected, and then journalled."""
+    journalled = None if journal is None else journal.read(step)
+    if journalled is None:
+        batch, metrics = collect(task, engine, config.algorithm, config, rng, timer, step)
         return batch if journal is None else journal.write(step, batch, metrics), metrics
-    ask(task, sampler, config.algorithm, config, rng, step)  # later steps have the prompts and seeds that they had
-    sampler.pending = tuple(one for one in sampler.pending if one.ticket.step != step)
-    return kept
-
-
-def ask(
-    task: Task, sampler: Sampler, algorithm: Algorithm, config: Config, rng: Generator, step: int
-) -> list[RolloutRequest]:
-    """Submit the tickets of this step and of those that may be drawn ahead of it; this step's are returned."""
-    greedy, begun = "reward_greedy" in algorithm.needs, {one.ticket.step for one in sampler.pending}
-    for later in range(step, min(step + config.ahead, config.steps - 1) + 1):
-        if later not in begun:
-            prompts = task.step_prompts(later, config.prompts, config.seed, rng)
-            sampler.submit(tickets(later, prompts, config.samples, greedy))
-    return [one.ticket for one in sampler.pending if one.ticket.step == step]
+    submit_requests(task, engine, config.algorithm, config, rng, step)  # so that later steps keep prompts and seeds
+    engine.pending = tuple(pending for pending in engine.pending if pending.request.step != step)
+    return journalled
 
 
 def collect(
-    task: Task, sampler: Sampler, algorithm: Algorithm, config: Config, rng: Generator, clock: Clock, step: int = 0
+    task: Task,
+    engine: RolloutEngine,
+    algorithm: Algorithm,
+    config: Config,
+    rng: Generator,
+    timer: PhaseTimer,
+    step: int = 0,
 ) -> tuple[Batch, Metrics]:
-    """Prompts, rollouts and rewards; with dynamic sampling, again in place of groups without signal.
+    """Collect prompts, rollouts and rewards; with dynamic sampling, replace the groups without signal.
 
-    The metrics are over everything that was sampled, before any group is dropped. Prompts and responses of a
-    round after the first come from streams of their own, so that they move no other step, and no pass over the rows.
+    The metrics cover everything that was sampled, before groups are dropped. Later rounds of dynamic sampling take
+    prompts and seeds from separate random streams, so that they change neither other steps nor the epochs.
     """
     sampled: list[Batch] = []
-    kept: list[Batch] = []
-    missing, errors = config.prompts, []
-    asked, greedy = ask(task, sampler, algorithm, config, rng, step), "reward_greedy" in algorithm.needs
-    epoch = asked[0].prompts.epoch
-    for again in range(algorithm.groups.rounds):
-        if again:
-            seeds = np.random.SeedSequence((config.seed, step, again)).generate_state(2, np.uint64) >> 1
+    selected: list[Batch] = []
+    missing, errors, greedy = config.prompts, [], "reward_greedy" in algorithm.needs
+    requests = submit_requests(task, engine, algorithm, config, rng, step)
+    epoch = requests[0].prompts.epoch
+    for sampling_round in range(algorithm.groups.rounds):
+        if sampling_round > 0:
+            seeds = np.random.SeedSequence((config.seed, step, sampling_round)).generate_state(2, np.uint64) >> 1
             prompts = task.draw(missing, Generator().manual_seed(int(seeds[0])))
-            asked = tickets(step, prompts, config.samples, greedy, int(seeds[1]))
-            sampler.submit(asked)
-        batch, reasons = answered(asked, task, sampler, clock)
+            requests = make_requests(step, prompts, config.samples, greedy, int(seeds[1]))
+            engine.submit(requests)
+        batch, reasons = collect_groups(requests, task, engine, timer)
         errors += reasons
         sampled.append(batch)
-        keep = algorithm.groups(batch).nonzero().flatten()[:missing]
-        kept.append(batch if len(keep) == len(batch.prompt) else batch.select(keep))
-        missing -= len(keep)
+        with_signal = algorithm.groups(batch).nonzero().flatten()[:missing]
+        selected.append(batch if len(with_signal) == len(batch.prompt) else batch.select(with_signal))
+        missing -= len(with_signal)
         if missing <= 0:
             break
     everything = join(sampled)
-    metrics = describe(everything)
+    metrics = rollout_metrics(everything)
     metrics["reward_errors"] = len(errors)
     metrics |= {} if epoch is None else {"epoch": epoch}
-    failed = min(max(len(errors), int((~everything.valid).sum())), everything.valid.numel())
-    if failed > config.max_reward_errors * metrics["num_responses"]:
+    num_failed = min(max(len(errors), int((~everything.valid).sum())), everything.valid.numel())
+    if num_failed > config.max_reward_errors * metrics["num_responses"]:
         raise RunError(
-            f"the reward failed on {failed} of {metrics['num_responses']:.0f} responses, more than "
+            f"the reward failed on {num_failed} of {metrics['num_responses']:.0f} responses, more than "
             f"--max-reward-errors {config.max_reward_errors:g} allows. The first: {[*errors, 'a rollout failed'][0]}"
         )
-    batch = join(kept)
+    batch = join(selected)
     if missing == config.prompts:  # no group has signal: no token counts, and so there is no update
         batch = sampled[-1].add(valid=torch.zeros_like(sampled[-1].valid))
     return batch.add(errors=tuple(errors), index=torch.arange(batch.prompt.shape[0])), metrics
 
 
-def tickets(step: int, prompts: Prompts, samples: int, greedy: bool, seed: int | None = None) -> list[RolloutRequest]:
-    """What a step asks of its sampler: responses to these prompts and, with `greedy`, one greedy response to each."""
-    asked = RolloutRequest(step, prompts, samples, seed=seed)
-    return [asked, replace(asked, samples=1, greedy=True)] if greedy else [asked]
+def submit_requests(
+    task: Task, engine: RolloutEngine, algorithm: Algorithm, config: Config, rng: Generator, step: int
+) -> list[RolloutRequest]:
+    """Submit the requests of this step and of up to `--ahead` later ones; return those of this step."""
+    greedy = "reward_greedy" in algorithm.needs
+    submitted = {pending.request.step for pending in engine.pending}
+    for future_step in range(step, min(step + config.ahead, config.steps - 1) + 1):
+        if future_step not in submitted:
+            prompts = task.step_prompts(future_step, config.prompts, config.seed, rng)
+            engine.submit(make_requests(future_step, prompts, config.samples, greedy))
+    return [pending.request for pending in engine.pending if pending.request.step == step]
 
 
-def answered(asked: list[RolloutRequest], task: Task, sampler: Sampler, clock: Clock) -> tuple[Batch, list[str]]:
-    """The groups of the first ticket with their rewards: scored as they arrive, and then put in the ticket's order.
+def make_requests(
+    step: int, prompts: Prompts, samples: int, greedy: bool, seed: int | None = None
+) -> list[RolloutRequest]:
+    """Return the requests of a step: `samples` responses per prompt and, if `greedy`, one greedy response each."""
+    request = RolloutRequest(step, prompts, samples, seed=seed)
+    return [request, replace(request, samples=1, greedy=True)] if greedy else [request]
 
-    The second, if there is one, asks for the greedy response to each prompt. Without that baseline a group has no
-    credit: it is left out as if its own rewards had failed.
+
+def collect_groups(
+    requests: list[RolloutRequest], task: Task, engine: RolloutEngine, timer: PhaseTimer
+) -> tuple[Batch, list[str]]:
+    """Wait for the groups of a step, score them as they arrive, and return them in the order of their prompts.
+
+    A second request is for greedy responses, whose rewards are baselines. A group whose baseline failed has no
+    advantage: it is marked invalid, as if its rewards had failed.
     """
-    ticket, *baseline = asked
-    scores: dict[RolloutRequest, list[tuple[Tensor, Batch, list[str]]]] = {each: [] for each in asked}
-    arrivals = sampler.finished(ticket.step, DEADLINE)
+    request, *greedy_requests = requests
+    arrived: dict[RolloutRequest, list[ScoredGroups]] = {each: [] for each in requests}
+    finished_groups = engine.iter_finished(request.step, GROUP_DEADLINE)
     while True:
-        with clock("generate"):
-            done = next(arrivals, None)
-        if done is None:
+        with timer("generate"):
+            finished = next(finished_groups, None)
+        if finished is None:
             break
-        with clock("reward"):
-            scores[done.ticket].append((done.place, *scored(task, done.rollouts)))
-    batch, errors = _in_order(ticket, scores[ticket])
-    if baseline:
-        one, reasons = _in_order(baseline[0], scores[baseline[0]])
-        batch = batch.add(reward_greedy=one.reward.sum(-1, keepdim=True), valid=batch.valid & one.valid)
+        with timer("reward"):
+            scored = score_rollouts(task, finished.rollouts)
+            arrived[finished.request].append((finished.prompt_indices, *scored))
+    batch, errors = _in_prompt_order(request, arrived[request])
+    for greedy_request in greedy_requests:
+        baseline, reasons = _in_prompt_order(greedy_request, arrived[greedy_request])
+        batch = batch.add(reward_greedy=baseline.reward.sum(-1, keepdim=True), valid=batch.valid & baseline.valid)
         errors += [f"the greedy response, the baseline of its group: {reason}" for reason in reasons]
     return batch, errors
 
 
-def _in_order(ticket: RolloutRequest, parts: list[tuple[Tensor, Batch, list[str]]]) -> tuple[Batch, list[str]]:
-    """All groups of a ticket in its order; trouble where one is missing, or came twice."""
-    wanted = torch.arange(len(ticket.prompts))
-    place = torch.cat([place for place, _, _ in parts]) if parts else wanted[:0]
-    if len(parts) == 1 and torch.equal(place, wanted):
+def _in_prompt_order(request: RolloutRequest, parts: list[ScoredGroups]) -> tuple[Batch, list[str]]:
+    """Join all groups of a request in the order of its prompts; a missing or repeated group is an error."""
+    expected = torch.arange(len(request.prompts))
+    arrived = torch.cat([indices for indices, _, _ in parts]) if parts else expected[:0]
+    if len(parts) == 1 and torch.equal(arrived, expected):
         return parts[0][1:]
-    if not torch.equal(place.sort().values, wanted):
-        late = sorted(set(wanted.tolist()) - set(place.tolist()))
-        which = f"groups {late[:8]} of {len(wanted)} did not finish within {DEADLINE:g} seconds"
-        raise RunError(f"step {ticket.step}: {which if late else 'a group came back twice'}; look at the sampler")
+    if not torch.equal(arrived.sort().values, expected):
+        missing = sorted(set(expected.tolist()) - set(arrived.tolist()))
+        late = f"groups {missing[:8]} of {len(expected)} did not finish within {GROUP_DEADLINE:g} seconds"
+        raise RunError(f"step {request.step}: {late if missing else 'a group was returned twice'}; check the engine")
     parts = sorted(parts, key=lambda part: int(part[0][0]))
-    batch, place = join([batch for _, batch, _ in parts]), torch.cat([place for place, _, _ in parts])
+    batch, arrived = join([batch for _, batch, _ in parts]), torch.cat([indices for indices, _, _ in parts])
     errors = [reason for _, _, reasons in parts for reason in reasons]
-    return batch if torch.equal(place, wanted) else batch.select(place.argsort()), errors
+    return batch if torch.equal(arrived, expected) else batch.select(arrived.argsort()), errors
 
 
-def scored(task: Task, rollouts: Rollouts) -> tuple[Batch, list[str]]:
-    """Rollouts with their rewards; where one failed, the response is marked and the reason returned.
+def score_rollouts(task: Task, rollouts: Rollouts) -> tuple[Batch, list[str]]:
+    """Return the rollouts with their rewards, and the reasons why rewards failed; such responses are invalid.
 
-    What rollouts bring of reward, validity and notes stands; the task's score is added to it.
+    The task's score is added to the reward that the rollouts bring from an environment.
     """
     scores = task.score(rollouts)
     reward, valid, errors = total_reward(rollouts, scores.reward), scores.valid, list(scores.errors)
@@ -240,100 +259,101 @@ def scored(task: Task, rollouts: Rollouts) -> tuple[Batch, list[str]]:
     finite = scores.reward.isfinite().all(-1) & reward.isfinite().all(-1)
     errors += ["the reward is not finite"] * int((valid & ~finite).sum())
     reward = torch.where(finite.unsqueeze(-1), reward, 0.0)
-    known = torch.where(rollouts.mask, rollouts.logp_sampler, 0.0)  # whatever stood beside the actions
+    logp_sampler = torch.where(rollouts.mask, rollouts.logp_sampler, 0.0)  # observations and padding have none
     rewards = {"reward": reward, "valid": valid & finite, "correct": scores.correct}
-    batch = to_batch(rollouts, logp_sampler=known, notes=notes, **rewards)
+    batch = to_batch(rollouts, logp_sampler=logp_sampler, notes=notes, **rewards)
     if scores.measures:
         batch = batch.add(measures=torch.stack(list(scores.measures.values()), -1), measured=tuple(scores.measures))
     return batch, errors
 
 
 def total_reward(rollouts: Rollouts, score: Tensor) -> Float[Tensor, "prompt sample #token"]:
-    """The task's score plus what the rollouts bring; per token, it lies on actions."""
-    parts = [part for part in (score, rollouts.reward) if part is not None]
-    if all(part.shape[-1] == 1 for part in parts):
-        return sum(parts[1:], parts[0])
-    each = [at_actions(rollouts, at_last(rollouts, part)) for part in parts]
-    return sum(each[1:], each[0])
+    """Return the task's score plus the environment's reward; per-token rewards are moved to actions."""
+    if rollouts.reward is None:
+        return score if score.shape[-1] == 1 else at_actions(rollouts, at_last(rollouts, score))
+    if score.shape[-1] == rollouts.reward.shape[-1] == 1:
+        return score + rollouts.reward
+    score, paid = (at_actions(rollouts, at_last(rollouts, reward)) for reward in (score, rollouts.reward))
+    return score + paid
 
 
 def join_notes(first: np.ndarray | None, second: np.ndarray | None) -> np.ndarray | None:
-    """Both notes of each response, where both say something."""
+    """Join the two notes of each response; either may be missing."""
     if first is None or second is None:
         return second if first is None else first
     both = ["; ".join(note for note in pair if note) for pair in zip(first.flat, second.flat, strict=True)]
     return np.array(both, dtype=object).reshape(first.shape)
 
 
-def describe(batch: Batch) -> Metrics:
-    """What was sampled, in numbers: reward and its spread, strict score, signal, lengths."""
-    scored, some = batch.reward.sum(-1)[batch.valid], batch.valid.any(1)
-    right = batch.valid if batch.correct is None else batch.correct & batch.valid
-    length = batch.length.to(scored.dtype)
+def rollout_metrics(batch: Batch) -> Metrics:
+    """Return the metrics of everything that was sampled: rewards, accuracy, groups without signal, lengths."""
+    rewards, has_reward = batch.reward.sum(-1)[batch.valid], batch.valid.any(1)
+    correct = batch.valid if batch.correct is None else batch.correct & batch.valid
+    length = batch.length.to(rewards.dtype)
     values = {
-        "reward": scored.mean(),
-        "reward_std": scored.std() if len(scored) > 1 else torch.zeros(()),
-        "accuracy": right.sum() / max(len(scored), 1),
-        "frac_reward_zero_std": without_signal(batch).to(scored.dtype).mean(),
-        "frac_all_right": ((right | ~batch.valid).all(1) & some).to(scored.dtype).mean(),
-        "frac_all_wrong": (~right.any(1) & some).to(scored.dtype).mean(),
+        "reward": rewards.mean(),
+        "reward_std": rewards.std() if len(rewards) > 1 else torch.zeros(()),
+        "accuracy": correct.sum() / max(len(rewards), 1),
+        "frac_reward_zero_std": without_signal(batch).to(rewards.dtype).mean(),
+        "frac_all_right": ((correct | ~batch.valid).all(1) & has_reward).to(rewards.dtype).mean(),
+        "frac_all_wrong": (~correct.any(1) & has_reward).to(rewards.dtype).mean(),
         "completions/mean_length": length.mean(),
-        "completions/clipped_ratio": batch.truncated.to(scored.dtype).mean(),
+        "completions/clipped_ratio": batch.truncated.to(rewards.dtype).mean(),
         "num_tokens": length.sum(),
     }
     metrics = dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
-    unknown = ["reward", "reward_std", "accuracy"] if not len(scored) else []
+    unknown = ["reward", "reward_std", "accuracy"] if not len(rewards) else []
     unknown += ["accuracy", "frac_all_right", "frac_all_wrong"] if batch.correct is None else []
     metrics = {name: value for name, value in metrics.items() if name not in unknown}
-    if batch.measures is not None and len(scored):
+    if batch.measures is not None and len(rewards):
         means = zip(batch.measured, batch.measures[batch.valid].nanmean(0).tolist(), strict=True)
-        metrics |= {name: mean for name, mean in means if mean == mean}  # NaN: for no response of the step
+        metrics |= {name: mean for name, mean in means if mean == mean}  # NaN: no response of the step has it
     return {**metrics, "num_responses": batch.valid.numel()}
 
 
-def summarize(step: int, batch: Batch, minis: list[Batch], updates: list[UpdateResult], config: Config) -> Metrics:
-    """The means over a step's updates; the sampler's mismatch and the critic's worth before the first of them.
+def update_metrics(step: int, batch: Batch, minis: list[Batch], updates: list[UpdateResult], config: Config) -> Metrics:
+    """Return the means over a step's updates, and the mismatch and explained variance before the first of them.
 
-    A step without an update measures only what is masked: what it leaves out is null in its records.
+    A step without an update reports only `frac_masked`; its other metrics are null in the records.
     """
     masked = {} if batch.masked is None else {"frac_masked": batch.masked.double().mean().item()}
     if not updates:
         return masked
-    whole, names = len(updates[0].metrics), [*updates[0].metrics, *updates[0].sums]
+    num_means, names = len(updates[0].metrics), [*updates[0].metrics, *updates[0].sums]
     values = [value for u in updates for value in (*u.metrics.values(), *u.sums.values())]
     rows = torch.stack(values).view(-1, len(names)).tolist()
     for mini, update, row in zip(minis, updates, rows, strict=True):
         tokens = max(mini.tokens, 1)
-        row[whole:] = [total / tokens for total in row[whole:]]
+        row[num_means:] = [total / tokens for total in row[num_means:]]
         update.report.update(zip(names, row, strict=True))
     metrics = {name: sum(u.report[name] for u in updates) / len(updates) for name in updates[0].report}
     if not batch.sampled:
         return metrics
     if config.old_logp == "learner":
         assert batch.logp_old is not None
-        gap = mismatch(batch.logp_old, batch, step)
+        measured = mismatch(batch.logp_old, batch, step)
     else:
-        gap = mismatch(updates[0].logp, minis[0], step)
-    gap |= config.algorithm.critic.measure(batch)
-    return metrics | masked | dict(zip(gap, torch.stack(list(gap.values())).tolist(), strict=True))
+        measured = mismatch(updates[0].logp, minis[0], step)
+    measured |= config.algorithm.critic.measure(batch)
+    return metrics | masked | dict(zip(measured, torch.stack(list(measured.values())).tolist(), strict=True))
 
 
-def check_needs(needs: frozenset[str], sampler: Sampler, learner: Learner) -> None:
-    """Refuse, before any work, what neither the sampler nor the learner can bring."""
-    missing = needs - sampler.fills - learner.fills
+def check_needs(needs: frozenset[str], engine: RolloutEngine, learner: Learner) -> None:
+    """Raise a ConfigError for batch fields that neither the engine nor the learner provides."""
+    missing = needs - engine.provides - learner.provides
     if missing:
         raise ConfigError(
-            f"these choices need {', '.join(sorted(missing))}, which neither {type(sampler).__name__} nor "
+            f"these choices need {', '.join(sorted(missing))}, which neither {type(engine).__name__} nor "
             f"{type(learner).__name__} can compute; choose others, or another engine"
         )
 
 
-def stop_on_trouble(
+def raise_if_diverged(
     step: int, metrics: Metrics, batch: Batch, learner: Learner, records: Records, max_mismatch: float
 ) -> None:
-    """The first non-finite loss, gradient, log-prob or parameter ends the run, with the batch that made it.
+    """End the run at the first non-finite loss, gradient, log-prob or parameter, and save the batch.
 
-    So does a sampler whose log-probs are far from the trainer's: it samples from another policy.
+    Log-probs of the engine that are far from the trainer's end it too: the engine samples from another policy.
     """
     bad = [k for k, v in metrics.items() if k.removeprefix("value/") in ("loss", "grad_norm") and not abs(v) < np.inf]
     if not bool(batch.logp_sampler.isfinite().all()):
@@ -342,14 +362,14 @@ def stop_on_trouble(
     if not any(torch.stack(torch._foreach_norm(params, order)).isfinite().all() for order in (2, torch.inf)):
         bad.append("the parameters")
     if bad:
-        where = records.dump(step, batch)
         raise RunError(
-            f"step {step}: {' and '.join(bad)} became infinite or no number. The batch is kept in {where}; what was "
-            "saved is from before. Lower --lr, or set --update.max-norm (--critic.lr and --critic.max-norm for value/…)"
+            f"step {step}: infinite or NaN: {', '.join(bad)}. The batch is saved in {records.dump(step, batch)}; "
+            "checkpoints are from earlier steps. Lower --lr, or set --update.max-norm (for value/…: --critic.lr and "
+            "--critic.max-norm)"
         )
     if (gap := metrics.get(MISMATCH, 0.0)) > max_mismatch:
         raise RunError(
-            f"step {step}: the log-probs of sampler and trainer are {gap:.3g} apart on average, more than "
-            f"--max-mismatch {max_mismatch:g}: they are not the same policy. The batch is kept in "
+            f"step {step}: the log-probs of sampler and trainer differ by {gap:.3g} on average, more than "
+            f"--max-mismatch {max_mismatch:g}: they are not the same policy. The batch is saved in "
             f"{records.dump(step, batch)}"
         )

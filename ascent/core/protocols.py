@@ -1,6 +1,6 @@
-"""What the loop asks for: a task, a sampler, a learner and records. Every engine passes the same contract tests.
+"""Protocols of the training loop: task, rollout engine, learner, records, journal.
 
-Derive from them: what a protocol can do by itself, it does.
+Implementations derive from them and inherit the default methods. tests/build/test_backends.py is their contract.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,86 +15,86 @@ from ascent.core.types import Batch, Metrics, Outputs, Prompts, Rollouts, Scores
 
 Objective = Callable[[Batch, Outputs], Terms]
 ValueLoss = Callable[[Batch, Tensor], Tensor]
-"""From a batch and V at its states, a sum over the counted tokens."""
+"""Maps a batch and V at its states to a sum over the counted tokens."""
 TakeStep = Callable[["Learner", Batch, Objective], tuple[Terms, dict[str, Tensor]]]
-"""An update: it moves the learner's parameters, and returns the terms before the step and what to report."""
+"""Takes an optimizer step; returns the objective's terms before the step, and metrics to report."""
 
 
 class Task(Protocol):
-    """Prompts, and a verifiable reward for the responses to them. A frozen dataclass: its fields are its settings."""
+    """Prompts and a reward function for their responses. A task is a frozen dataclass: its fields are its settings."""
 
     presets: ClassVar[dict[str, dict[str, Any]]]
-    """Named settings of a whole run; `default` is what `ascent train TASK` does.
+    """Named settings of a whole run; `ascent train TASK` uses `default`.
 
-    Keys are those of the command line (`loss.high`); a choice's name in place of its axis
-    (`clipped.high`) sets what that choice starts from if it is chosen.
+    Keys are those of the command line (`loss.high`). A choice's name in place of its axis (`clipped.high`) sets that
+    choice's default, which applies only if it is chosen.
     """
 
     kind: ClassVar[str]
-    """small: prompts and responses are short lists of numbers. text: they are words."""
+    """small: prompts and responses are short lists of numbers. text: they are text."""
 
     @property
     def space(self) -> Space: ...
 
     @property
     def max_reward(self) -> float | None:
-        """The largest reward there is, where that is known."""
+        """Return the largest possible reward, if it is known."""
         return None
 
     @property
     def loophole(self) -> str | None:
-        """How a wrong response can earn the whole reward, where that is known."""
+        """Return how a wrong response can earn the maximum reward, if such a way is known."""
         return None
 
     @property
-    def plays(self) -> bool:
-        """Are turns of its responses answered by processes, each at its own speed?"""
+    def has_environment(self) -> bool:
+        """Return whether responses are conversations with environments, which run in processes of varying speed."""
         return False
 
     def check_prompts(self, prompts: int) -> None:
-        """Refuse a number of prompts per step that the task cannot draw."""
+        """Raise a ConfigError if the task cannot draw this number of prompts per step."""
         return None
 
     def draw(self, count: int, generator: torch.Generator) -> Prompts:
-        """Prompts to train on."""
+        """Draw prompts to train on."""
 
     def step_prompts(self, step: int, count: int, seed: int, generator: torch.Generator) -> Prompts:
-        """The prompts of a step: those of a pass over the task's rows, or where it has none, what `draw` gives."""
+        """Return the prompts of a step: the next rows of the epoch or, for a task without rows, those of `draw`."""
 
     def held_out(self, count: int) -> Prompts:
-        """The same prompts every time, which `draw` never gives."""
+        """Return evaluation prompts: the same ones every time, and none that `draw` returns."""
 
     def score(self, rollouts: Rollouts) -> Scores: ...
 
     def text(self, ids: list[int]) -> str:
-        """A prompt or a response as a person reads it."""
+        """Return a prompt or a response as text."""
 
     def close(self) -> None:
-        """End what it started: graders, processes, connections."""
+        """Stop reward workers and environment processes, and close connections."""
         return None
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What an optimizer step reports, as tensors that are read once the whole step is over."""
+    """Results of one optimizer step, as tensors: the loop copies them to the host once per training step."""
 
     metrics: dict[str, Tensor]
-    """loss, grad_norm and what else the update reports."""
+    """Loss, grad_norm and other metrics of the update."""
     sums: dict[str, Tensor]
-    """Sums over the tokens, to be divided by their number."""
+    """Sums over tokens, which the loop divides by the number of tokens."""
     logp: Float[Tensor, "prompt sample token"]
     """The trainer's log-probs of the mini-batch, before the step."""
     entropy: Float[Tensor, "prompt sample token"] | None = None
-    """Its entropy at each token, in nats, before the step; None: the model is not a policy."""
+    """The policy's entropy at each token, in nats, before the step; None: the model is not a policy."""
     report: Metrics = field(default_factory=dict)
-    """Both as plain numbers, filled in by the loop."""
+    """`metrics` and `sums` as plain numbers, filled in by the loop."""
 
 
 @dataclass(frozen=True, eq=False)
 class RolloutRequest:
-    """Groups that a step asks of a sampler: which prompts, in which order, and how many responses to each.
+    """A step's request for groups of responses.
 
-    The step owns them from the start: whenever they finish, they are trained in their place.
+    The prompts, their order and the seeds belong to the step, however early or late the groups finish.
     """
 
     step: int
@@ -102,148 +102,152 @@ class RolloutRequest:
     samples: int
     greedy: bool = False
     seed: int | None = None
-    """Of all responses to this ticket; None: the sampler's own stream continues."""
+    """Seed of all responses to this request; None: the engine's random stream continues."""
 
 
 @dataclass(frozen=True, eq=False)
 class PendingRollout:
-    """A ticket that is not trained on yet, and what was drawn for it so far."""
+    """A submitted request that is not trained on yet, with its responses so far."""
 
-    ticket: RolloutRequest
-    drawn: Rollouts | None = None
-    """Its responses, each as far as it has come; None: not begun."""
-    going: Bool[Tensor, "prompt sample"] | None = None
-    """Which of them go on; None: none does."""
+    request: RolloutRequest
+    rollouts: Rollouts | None = None
+    """Its responses, which may be incomplete; None: not started."""
+    unfinished: Bool[Tensor, "prompt sample"] | None = None
+    """True where a response is to be continued; None: all are complete."""
     seeds: Int[Tensor, "prompt sample"] | None = None
-    """That of each response, where the sampler has one for each."""
+    """The seed of each response, if the engine seeds responses separately."""
 
 
 @dataclass(frozen=True)
 class FinishedRollouts:
-    """Groups of a ticket that are done."""
+    """Finished groups of a request."""
 
-    ticket: RolloutRequest
-    place: Int[Tensor, "prompt"]
-    """Which prompts of the ticket they answer."""
+    request: RolloutRequest
+    prompt_indices: Int[Tensor, "prompt"]
+    """The groups' places among the request's prompts."""
     rollouts: Rollouts
 
 
-class Sampler(Protocol):
-    """Draws responses with the parameters that it was last handed.
+class RolloutEngine(Protocol):
+    """Generates responses with the parameters that were loaded last.
 
-    A sampler in this process brings `generate`, and everything of a ticket comes back in one piece. One that
-    works elsewhere brings `submit` and `finished`.
+    An engine in this process implements `generate`; each request then comes back in one piece. An engine that
+    generates asynchronously also overrides `submit` and `iter_finished`.
     """
 
-    fills: frozenset[str] = frozenset()
-    """Which batch fields it can bring beyond the rollouts: `reward_greedy`, if it can be greedy."""
+    provides: frozenset[str] = frozenset()
+    """Batch fields that it can fill beyond those of Rollouts: `reward_greedy`, if it can decode greedily."""
     limit: int
-    """The most tokens that a response may have."""
+    """Maximum number of tokens of a response."""
     rows: int = 4096
-    """Responses that it draws at once."""
+    """Maximum number of responses that it decodes at once."""
     note: str | None = None
-    """What its user should know of how it works here."""
+    """A note to the user about how it runs on this machine."""
     pending: tuple[PendingRollout, ...] = ()
-    """Tickets that were submitted and not yet handed over, in the order of their steps."""
-    exact: bool = True
-    """Does a seed give the same tokens again? If not, a journal keeps what was drawn."""
-    first: int = 0
-    """The first version that it draws with: a journal has the steps before."""
+    """Submitted requests whose groups were not returned yet, in the order of their steps."""
+    deterministic: bool = True
+    """Whether a seed reproduces the tokens. If not, the run keeps a journal of its batches."""
+    first_version: int = 0
+    """The first policy version that it generates with; earlier steps are replayed from the journal."""
 
     def load(self, params: dict[str, Tensor], version: int) -> None:
-        """Use these parameters from now on; tokens carry `version`. A response that is under way goes on with them,
-        and so with keys and values that are computed anew."""
+        """Load these parameters; tokens generated from now on carry `version`.
+
+        Unfinished responses continue with the new parameters, and their KV cache is recomputed.
+        """
 
     def generate(
         self, prompts: Prompts, samples: int, greedy: bool = False, *, limit: int | None = None, seed: int | None = None
     ) -> Rollouts:
-        """Responses to these prompts, now: of at most `limit` tokens, from the stream of this seed or from its own."""
+        """Generate responses of at most `limit` tokens, from this seed or from the engine's random stream."""
         raise NotImplementedError
 
-    def submit(self, tickets: list[RolloutRequest]) -> None:
-        """Take these tickets. Any of them may be begun at once, also one of a later step."""
-        self.pending += tuple(map(PendingRollout, tickets))
+    def submit(self, requests: list[RolloutRequest]) -> None:
+        """Queue requests. The engine may start any of them at once, including those of later steps."""
+        self.pending += tuple(map(PendingRollout, requests))
 
-    def held(self) -> tuple[PendingRollout, ...]:
-        """`pending` with all that a checkpoint has to hold of it."""
+    def snapshot_pending(self) -> tuple[PendingRollout, ...]:
+        """Return `pending` with the partial responses that a checkpoint must save."""
         return self.pending
 
-    def finished(self, step: int, deadline: float) -> Iterator[FinishedRollouts]:
-        """The groups of this step as they finish, in any order; it ends when all have, or after `deadline` seconds.
+    def iter_finished(self, step: int, deadline: float) -> Iterator[FinishedRollouts]:
+        """Yield the groups of this step as they finish, in any order.
 
-        Here every ticket is drawn whole. Those of later steps, if there are any, come behind, in their order.
+        Ends when all have finished, or after `deadline` seconds. By default each request is generated whole, and
+        those of later steps follow in order.
         """
-        later = tuple(one for one in self.pending if one.ticket.step != step)
-        for one in [one for one in self.pending if one.ticket.step == step]:
-            yield FinishedRollouts(one.ticket, torch.arange(len(one.ticket.prompts)), self._whole(one))
-        self.pending = tuple(replace(one, drawn=self._whole(one)) for one in later)
+        later = tuple(pending for pending in self.pending if pending.request.step != step)
+        for pending in [pending for pending in self.pending if pending.request.step == step]:
+            indices = torch.arange(len(pending.request.prompts))
+            yield FinishedRollouts(pending.request, indices, self._generate_all(pending))
+        self.pending = tuple(replace(pending, rollouts=self._generate_all(pending)) for pending in later)
 
-    def _whole(self, one: PendingRollout) -> Rollouts:
-        ticket = one.ticket
-        return one.drawn or self.generate(ticket.prompts, ticket.samples, ticket.greedy, seed=ticket.seed)
+    def _generate_all(self, pending: PendingRollout) -> Rollouts:
+        request = pending.request
+        return pending.rollouts or self.generate(request.prompts, request.samples, request.greedy, seed=request.seed)
 
     def close(self) -> None:
-        """End what it started."""
+        """Stop the processes that the engine started."""
         return None
 
 
 class Learner(Protocol):
-    """Holds the parameters, scores batches and takes steps. It is handed a loss and knows no algorithm.
+    """Holds the trainable parameters, scores batches and takes optimizer steps. It knows no algorithm.
 
-    Each operation is a plain sum over micro-batches and ranks. What is divided by a number of tokens is
-    divided by the mini-batch's `tokens`, never by those of a share.
+    Each operation is a plain sum over micro-batches and ranks. Token means divide by the mini-batch's `tokens`, never
+    by the token count of a micro-batch or of one rank.
     """
 
-    fills: frozenset[str] = frozenset()
-    """Which batch fields `score` can bring."""
+    provides: frozenset[str] = frozenset()
+    """Batch fields that `score` can compute."""
     optimizer: torch.optim.Optimizer | None = None
 
     def params(self) -> dict[str, Tensor]:
-        """The parameters that a sampler needs, by name."""
+        """Return the parameters that the engine needs, by name."""
 
     def trainable(self) -> list[Tensor]:
-        """The parameters that training moves."""
+        """Return the trainable parameters."""
 
     def score(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
-        """The batch fields that were asked for and that come from a model."""
+        """Compute the requested batch fields that come from a model."""
 
     def step(self, mini: Batch, objective: Objective, update: TakeStep) -> UpdateResult:
-        """One update on a mini-batch, and what to report of it."""
+        """Take one optimizer step on a mini-batch."""
 
     def gradient(self, mini: Batch, objective: Objective) -> Terms:
-        """The objective and its sums; every trainable parameter's `.grad` becomes −∇objective."""
+        """Compute the objective; every trainable parameter's `.grad` becomes −∇objective."""
 
     def total(self, mini: Batch, objective: Objective) -> Tensor:
-        """The objective at the present parameters."""
+        """Return the objective at the current parameters."""
 
     def fisher(self, mini: Batch) -> Callable[[list[Tensor]], list[Tensor]]:
-        """v ↦ F·v, F the Hessian at π = π_old of the mean KL(π_old ‖ π)."""
+        """Return v ↦ F·v, where F is the Hessian of the mean KL(π_old ‖ π) at π = π_old."""
 
     def kl_from(self, mini: Batch, params: list[Tensor]) -> Tensor:
-        """The mean KL(π_old ‖ π), π_old having these parameters."""
+        """Return the mean KL(π_old ‖ π), where π_old has these parameters."""
 
     def assign(self, params: list[Tensor]) -> None:
         """Set the trainable parameters."""
 
     def fit(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
-        """One step of the critic's optimizer on the loss's token mean: the loss's sums before it, and ‖gradient‖."""
+        """Take one critic step on the token mean of the loss; return the loss's sums before it, and ‖gradient‖."""
 
     def mix_reference(self, rate: float) -> None:
-        """π_ref ← (1 − rate) · π_ref + rate · π, parameter by parameter; rate 1 copies."""
+        """Set π_ref ← (1 − rate) · π_ref + rate · π, parameter by parameter; rate 1 copies."""
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Everything that a checkpoint must hold, as named groups of tensors."""
+        """Return everything that a checkpoint must save, as named groups of tensors."""
 
     def restore(self, state: dict[str, dict[str, Tensor]]) -> None: ...
-    def stage_parts(self, aside: Any) -> Any: ...  # what ranks write of a checkpoint by themselves; None: nothing
+    def stage_parts(self, aside: Any) -> Any: ...  # the part of a checkpoint that other ranks write; None: none
 
     def close(self) -> None:
-        """End what it started."""
+        """Stop the processes that the learner started."""
         return None
 
 
 class Records(Protocol):
-    """Where a run is written down, and who may ask it to stop."""
+    """Writes the run folder, and says when the run is to stop."""
 
     def step(
         self, step: int, metrics: Metrics, batch: Batch, minis: list[Batch], updates: list[UpdateResult]
@@ -252,22 +256,23 @@ class Records(Protocol):
     def checkpoint(
         self, step: int, learner: Learner, streams: Streams, state: State, ahead: tuple[PendingRollout, ...]
     ) -> None:
-        """Save all that a resume needs to continue with `step`: `ahead` is what was drawn for later steps."""
+        """Save all that is needed to resume with `step`; `ahead`: rollouts of later steps, which may be unfinished."""
 
     def dump(self, step: int, batch: Batch) -> str:
-        """Keep the batch that made trouble; say where."""
+        """Save a batch that diverged, and return its path."""
 
-    def stopping(self) -> bool: ...
+    def stopping(self) -> bool:
+        """Return whether the run is to stop after this step."""
 
     def best(self) -> bool:
-        """Was the last evaluation the best one, and is it to be kept?"""
+        """Return whether the last evaluation was the best one and its checkpoint is to be kept."""
 
 
 class RolloutJournal(Protocol):
-    """The batches of steps with their rewards, each kept before its update: a resumed run replays them."""
+    """Batches with their rewards, each written before its update, so that a resumed run replays the same tokens."""
 
     def read(self, step: int) -> tuple[Batch, Metrics] | None:
-        """The batch of a step, and what was measured of all that was sampled for it; None: it was not drawn yet."""
+        """Return the batch of a step and the metrics of everything that was sampled for it; None: not written yet."""
 
     def write(self, step: int, batch: Batch, metrics: Metrics) -> Batch:
-        """Keep them; returned is the batch as `read` will give it."""
+        """Write a step's batch and metrics; return the batch as `read` will return it."""

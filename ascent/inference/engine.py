@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ascent.core.protocols import FinishedRollouts, PendingRollout, Sampler
+from ascent.core.protocols import FinishedRollouts, PendingRollout, RolloutEngine
 from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Prompts, Rollouts
 from ascent.inference.environment_turns import EnvironmentTurns
@@ -29,10 +29,10 @@ ROWS = {"cpu": 64, "cuda": 1024}
 """Responses decoded at once where nobody says otherwise."""
 
 
-class LanguageSampler(Sampler):
+class LanguageSampler(RolloutEngine):
     """Draws from a language model in this process, with the learner's own parameters: loading copies nothing."""
 
-    fills = frozenset({"reward_greedy"})
+    provides = frozenset({"reward_greedy"})
 
     def __init__(
         self,
@@ -122,26 +122,26 @@ class LanguageSampler(Sampler):
 
     # ---- ahead of a step: responses of later steps fill the lanes that its own leave free
 
-    def finished(self, step: int, deadline: float) -> Iterator[FinishedRollouts]:
+    def iter_finished(self, step: int, deadline: float) -> Iterator[FinishedRollouts]:
         for done in self._finished(step, deadline):
-            if self.train_early is not None and not done.ticket.greedy:
+            if self.train_early is not None and not done.request.greedy:
                 self.train_early(done.rollouts)
             yield done
 
     def _finished(self, step: int, deadline: float) -> Iterator[FinishedRollouts]:
-        later = any(one.ticket.step != step or one.going is not None for one in self.pending)
-        if later and self.lm.shares and all(one.ticket.prompts.play is None for one in self.pending):
+        later = any(one.request.step != step or one.unfinished is not None for one in self.pending)
+        if later and self.lm.shares and all(one.request.prompts.play is None for one in self.pending):
             self._go_on(step)
-            mine = [one for one in self.pending if one.ticket.step == step]
-            self.pending = tuple(one for one in self.pending if one.ticket.step != step)
+            mine = [one for one in self.pending if one.request.step == step]
+            self.pending = tuple(one for one in self.pending if one.request.step != step)
             for one in mine:
-                yield FinishedRollouts(one.ticket, torch.arange(len(one.ticket.prompts)), self._whole(one))
+                yield FinishedRollouts(one.request, torch.arange(len(one.request.prompts)), self._generate_all(one))
         else:
-            yield from super().finished(step, deadline)
+            yield from super().iter_finished(step, deadline)
 
-    def _whole(self, one: PendingRollout) -> Rollouts:
-        rollouts = super()._whole(one)
-        if rollouts is not one.drawn:  # an evaluation is no part of a step's rollouts
+    def _generate_all(self, one: PendingRollout) -> Rollouts:
+        rollouts = super()._generate_all(one)
+        if rollouts is not one.rollouts:  # an evaluation is no part of a step's rollouts
             self.timeline.add(self.latest)
         return rollouts
 
@@ -151,22 +151,24 @@ class LanguageSampler(Sampler):
 
         Keys and values are computed anew from what was drawn so far: the parameters are others than in the last step.
         """
-        greedy = tuple(one for one in self.pending if one.ticket.greedy)
-        tickets = [one for one in self.pending if not one.ticket.greedy]
-        if not any(one.ticket.step == step and (one.drawn is None or one.going is not None) for one in tickets):
+        greedy = tuple(one for one in self.pending if one.request.greedy)
+        tickets = [one for one in self.pending if not one.request.greedy]
+        if not any(
+            one.request.step == step and (one.rollouts is None or one.unfinished is not None) for one in tickets
+        ):
             return
-        opened = [self._opened(one) for one in sorted(tickets, key=lambda one: one.ticket.step)]
-        samples, each = opened[0].ticket.samples, [_so_far(one) for one in opened]
+        opened = [self._opened(one) for one in sorted(tickets, key=lambda one: one.request.step)]
+        samples, each = opened[0].request.samples, [_so_far(one) for one in opened]
         width, rows = max(part["token"].shape[1] for part in each), [len(part["token"]) for part in each]
         before = {name: torch.cat([_widened(name, part[name], width) for part in each]) for name in each[0]}
-        limits = torch.cat([self.limits(one.ticket.prompts, samples, self.limit) for one in opened])
-        wanted = torch.cat([torch.full((n,), one.ticket.step == step) for n, one in zip(rows, opened, strict=True)])
+        limits = torch.cat([self.limits(one.request.prompts, samples, self.limit) for one in opened])
+        wanted = torch.cat([torch.full((n,), one.request.step == step) for n, one in zip(rows, opened, strict=True)])
         with self.prepared() as head:
             how = (self.temperature, self.support, None, self.stops, limits)
             drawn = GenerationState(len(limits), self.limit, self.lm.ends, head, before["seed"], *how)
             drawn.go_on(before, before["going"], wanted)
-            drawn.hand_over = self._hand_over([one.ticket.prompts for one in opened], samples)
-            ids = [prompt for one in opened for prompt in _ids(one.ticket.prompts)]
+            drawn.hand_over = self._hand_over([one.request.prompts for one in opened], samples)
+            ids = [prompt for one in opened for prompt in _ids(one.request.prompts)]
             self.decoder(self.lm, ids, samples, self.rows, drawn, self.room)()
         self.timeline.add(drawn.timeline)
         place = torch.arange(self.limit)
@@ -178,9 +180,9 @@ class LanguageSampler(Sampler):
         done, at = [], 0
         for one, count in zip(opened, rows, strict=True):
             part = slice(at, at + count)
-            rollouts = self._rollouts(one.ticket.prompts, samples, drawn, part, version[part])
+            rollouts = self._rollouts(one.request.prompts, samples, drawn, part, version[part])
             left = going[part].view(-1, samples)
-            done.append(replace(one, drawn=rollouts, going=left if bool(left.any()) else None))
+            done.append(replace(one, rollouts=rollouts, unfinished=left if bool(left.any()) else None))
             at += count
         self.pending = (*done, *greedy)
 
@@ -188,9 +190,9 @@ class LanguageSampler(Sampler):
         """The ticket with a seed for each response, all going if they are new."""
         if one.seeds is not None:
             return one
-        ticket = one.ticket
+        ticket = one.request
         seeds = response_seeds(len(ticket.prompts), ticket.samples, self.generator, ticket.seed)
-        return replace(one, seeds=seeds, going=torch.ones(seeds.shape, dtype=torch.bool))
+        return replace(one, seeds=seeds, unfinished=torch.ones(seeds.shape, dtype=torch.bool))
 
     @contextmanager
     def _turns(
@@ -274,8 +276,8 @@ def _ids(prompts: Prompts) -> list[list[int]]:
 def _so_far(one: PendingRollout) -> dict[str, Tensor]:
     """What was drawn for a ticket, one row per response."""
     assert one.seeds is not None
-    count, drawn = one.seeds.numel(), one.drawn
-    going = torch.zeros(count, dtype=torch.bool) if one.going is None else one.going.flatten()
+    count, drawn = one.seeds.numel(), one.rollouts
+    going = torch.zeros(count, dtype=torch.bool) if one.unfinished is None else one.unfinished.flatten()
     if drawn is None:
         nothing = torch.zeros(count, 0)
         tokens, length, ended = (nothing.long(), nothing, nothing, nothing.long()), torch.zeros(count).long(), ~going

@@ -117,7 +117,7 @@ def estimate(
     groups = enumerate_groups(table, algorithm, samples, state) if groups is None else groups
     batch = table.filled(algorithm.needs)
     correction = None if algorithm.correction.normalized else algorithm.correction(batch)  # else it is in the credit
-    batch = algorithm.masked(batch).add(correction=correction, **algorithm.scalars(state, progress))
+    batch = algorithm.exclude_responses(batch).add(correction=correction, **algorithm.scalars(state, progress))
     outputs = table.outputs(algorithm.outputs)
     total = groups.weight.new_zeros(len(groups.chance), table.gradient.numel())
     scatter = groups.weight.new_zeros(len(groups.chance))
@@ -136,10 +136,10 @@ def enumerate_groups(table: Table, algorithm: Algorithm, samples: int, state: St
     seen = sorted(algorithm.advantage.needs - {"reward_greedy"})
     if "logp_old" in seen or algorithm.correction.normalized:
         seen += ["logp_old", "logp_sampler"]
-    key = [batch.reward, algorithm.credited(batch, state).reward, batch.length.unsqueeze(-1)]
+    key = [batch.reward, algorithm.shape_rewards(batch, state).reward, batch.length.unsqueeze(-1)]
     key += [] if batch.turn is None else [batch.turn, batch.mask]
     key += [getattr(batch, name) for name in seen] + ([batch.truncated.unsqueeze(-1)] if "value" in seen else [])
-    key += [] if (masked := algorithm.masked(batch).masked) is None else [masked.unsqueeze(-1)]
+    key += [] if (masked := algorithm.exclude_responses(batch).masked) is None else [masked.unsqueeze(-1)]
     _, class_of = torch.cat([x[0].to(batch.reward.dtype) for x in key], -1).unique(dim=0, return_inverse=True)
     classes = int(class_of.max()) + 1
     if samples < 1:
@@ -183,7 +183,7 @@ def credit_groups(
         return torch.allclose(torch.cat(single), whole, rtol=1e-9, atol=1e-12)
 
     def credited(some: Batch, which: list[int]) -> list[Batch]:
-        return [algorithm.credit(some.select(slice(c, c + 1)), state)[0] for c in which]
+        return [algorithm.compute_advantages(some.select(slice(c, c + 1)), state)[0] for c in which]
 
     def credit_of(one: Batch) -> Tensor:
         """δ, times a weight that depends on the whole group: surrogates are proportional to δ."""
@@ -191,7 +191,7 @@ def credit_groups(
 
     count = len(everything.mask)
     probed = sorted({round(x) for x in torch.linspace(0, count - 1, min(count, ALONE)).tolist()})
-    alone, (whole, _) = credited(everything, probed), algorithm.credit(everything, state)
+    alone, (whole, _) = credited(everything, probed), algorithm.compute_advantages(everything, state)
     weight = algorithm.weights(whole) * count
     if agree([credit_of(one) for one in alone], credit_of(whole)[probed]):
         if agree([algorithm.weights(one) for one in alone], weight[probed]):

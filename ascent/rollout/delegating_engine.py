@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ascent.core.protocols import Sampler
+from ascent.core.protocols import RolloutEngine
 
 
-class DelegatingEngine(Sampler):
+class DelegatingEngine(RolloutEngine):
     def __init__(self, inner: Any):
-        self.inner, self.exact = inner, inner.exact
-        self.fills, self.limit, self.rows, self.note = inner.fills, inner.limit, inner.rows, inner.note
+        self.inner, self.deterministic = inner, inner.deterministic
+        self.provides, self.limit, self.rows, self.note = inner.provides, inner.limit, inner.rows, inner.note
 
     @property
     def timeline(self) -> Any:

@@ -137,9 +137,9 @@ class RankedEngine(DelegatingEngine):
         order = torch.cat([place for place, _ in parts]).argsort()
         return join([part for _, part in parts]).select(order)
 
-    def _whole(self, one: PendingRollout) -> Rollouts:
-        rollouts = super()._whole(one)
-        if rollouts is not one.drawn and self.seeded:
+    def _generate_all(self, one: PendingRollout) -> Rollouts:
+        rollouts = super()._generate_all(one)
+        if rollouts is not one.rollouts and self.seeded:
             self.inner.timeline.add(self.inner.latest)
         return rollouts
 
@@ -152,11 +152,11 @@ def sent(batch: Batch) -> Batch:
 def wrap_for_ranks(parts: Any, ranks: RankGroup) -> None:
     """The parts of a run on one of its ranks, before it leads or follows."""
     learner, drawn = parts.learner, parts.judged[1] if parts.judged else None
-    ranked = RankedEngine(drawn or parts.sampler, ranks, learner, drawn is not None and parts.backend.seeded)
+    ranked = RankedEngine(drawn or parts.engine, ranks, learner, drawn is not None and parts.backend.seeded)
     if parts.judged:
         parts.judged = parts.judged[0], ranked
-    offline = drawn is not None and parts.sampler is not drawn
-    parts.sampler = RankedEngine(parts.sampler, ranks, learner, False) if offline else ranked
+    offline = drawn is not None and parts.engine is not drawn
+    parts.engine = RankedEngine(parts.engine, ranks, learner, False) if offline else ranked
     if ranks.rank == 0:
         parts.learner = RankZeroLearner(learner, ranks)
         parts.notes += (f"{ranks.size} ranks: {learner.placement}",)
@@ -168,7 +168,7 @@ def run_follower(parts: Any, ranks: RankGroup) -> None:
         signal.signal(number, signal.SIG_IGN)
     algorithm, learner = parts.config.algorithm, parts.learner
     own = {"step": (algorithm.objective, algorithm.update), "fit": (getattr(algorithm.critic, "loss", None),)}
-    called = {"learner": learner, "sampler": parts.judged[1] if parts.judged else parts.sampler}
+    called = {"learner": learner, "sampler": parts.judged[1] if parts.judged else parts.engine}
     while True:
         part, name, args = ranks.hear()
         if name == "end":

@@ -97,15 +97,15 @@ def cluster_replicas(device: torch.device, deadline: float) -> RayReplicas | Non
 
 def join_cluster(parts: Any) -> Any:
     """The parts of a run on its first rank: where it is part of a cluster, replicas draw for it."""
-    config, own = parts.config, getattr(parts.sampler, "inner", parts.sampler)
+    config, own = parts.config, getattr(parts.engine, "inner", parts.engine)
     crew = cluster_replicas(getattr(parts.policy, "device", torch.device("cpu")), config.ranks.deadline)
     if crew is None:
         return parts
     check_cluster(config)
     count, engine = len(crew.names()), getattr(config.policy, "engine", "local")
     slow = None if engine == "local" else START
-    parts.sampler = ReplicaEngine(parts.sampler, own, crew, config.to_dict(), config.ranks.deadline, slow)
-    parts.judged = parts.judged[0], parts.sampler
+    parts.engine = ReplicaEngine(parts.engine, own, crew, config.to_dict(), config.ranks.deadline, slow)
+    parts.judged = parts.judged[0], parts.engine
     with_engine = "" if engine == "local" else f", each with {engine}"
     parts.notes += (f"{count} {'samplers draw' if count > 1 else 'sampler draws'} on the cluster{with_engine}",)
     if config.ahead:

@@ -48,7 +48,7 @@ class ReplicaEngine(DelegatingEngine):
         engine: float | None = None,
     ):
         super().__init__(inner)
-        self.own, self.crew, self.exact, self.version = own, crew, engine is None, -1
+        self.own, self.crew, self.deterministic, self.version = own, crew, engine is None, -1
         self.folder: Path | None = None
         """Where records are kept; None: nowhere."""
         self.dispatch = ReplicaDispatcher(crew, config, deadline, self._compare, self._record, engine or 0.0)
@@ -69,26 +69,28 @@ class ReplicaEngine(DelegatingEngine):
         self.pending += tuple(PendingRollout(ticket, seeds=self._seeds(ticket)) for ticket in tickets)
         self._begin_all()
 
-    def finished(self, step: int, deadline: float) -> Iterator[FinishedRollouts]:
+    def iter_finished(self, step: int, deadline: float) -> Iterator[FinishedRollouts]:
         self._begin_all()
         until = time.monotonic() + deadline
-        for one in [one for one in self.pending if one.ticket.step == step]:
-            if one.drawn is not None:
-                yield FinishedRollouts(one.ticket, torch.arange(len(one.ticket.prompts)), one.drawn)
-            for place, drawn in self._asked.pop(one.ticket, []):
+        for one in [one for one in self.pending if one.request.step == step]:
+            if one.rollouts is not None:
+                yield FinishedRollouts(one.request, torch.arange(len(one.request.prompts)), one.rollouts)
+            for place, drawn in self._asked.pop(one.request, []):
                 begun = time.monotonic()
                 try:
                     rollouts = drawn.result(max(until - begun, 0.0))
                 except TimeoutError:
                     return
                 self._waited += time.monotonic() - begun
-                yield FinishedRollouts(one.ticket, place, rollouts)
-        self.pending = tuple(one for one in self.pending if one.ticket.step != step)
+                yield FinishedRollouts(one.request, place, rollouts)
+        self.pending = tuple(one for one in self.pending if one.request.step != step)
 
-    def held(self) -> tuple[PendingRollout, ...]:
+    def snapshot_pending(self) -> tuple[PendingRollout, ...]:
         """With all that is drawn ahead: a resumed run has not the weights that drew it."""
         self.pending = tuple(
-            one if one.ticket not in self._asked else replace(one, drawn=whole(self._asked.pop(one.ticket)), going=None)
+            one
+            if one.request not in self._asked
+            else replace(one, rollouts=whole(self._asked.pop(one.request)), unfinished=None)
             for one in self.pending
         )
         return self.pending
@@ -99,10 +101,10 @@ class ReplicaEngine(DelegatingEngine):
         What another sampler has begun is drawn anew, from the same seeds.
         """
         for one in self.pending:
-            wanted = one.ticket.step >= self.first and (one.drawn is None or one.going is not None)
-            if wanted and one.ticket not in self._asked:
-                self._asked[one.ticket] = self._ask(one.ticket, one.seeds, None)
-        self.pending = tuple(replace(one, drawn=None) if one.ticket in self._asked else one for one in self.pending)
+            wanted = one.request.step >= self.first_version and (one.rollouts is None or one.unfinished is not None)
+            if wanted and one.request not in self._asked:
+                self._asked[one.request] = self._ask(one.request, one.seeds, None)
+        self.pending = tuple(replace(one, rollouts=None) if one.request in self._asked else one for one in self.pending)
 
     def generate(
         self, prompts: Prompts, samples: int, greedy: bool = False, *, limit: int | None = None, seed: int | None = None
@@ -159,7 +161,7 @@ def check_cluster(config: Any) -> None:
     policy = getattr(config.policy, "engine", None)
     if config.data != "samples" or policy is None:
         raise ConfigError("ascent cluster is for language models that sample: start other trainings by torchrun")
-    if config.task.plays:
+    if config.task.has_environment:
         raise ConfigError("--tools, --environment or --agent: episodes are played by the learner; start it by torchrun")
     if config.policy.engine_url:
         raise ConfigError(

@@ -7,16 +7,16 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ascent.core.protocols import Sampler
+from ascent.core.protocols import RolloutEngine
 from ascent.core.types import Prompts, Rollouts
 from ascent.inference.environment_turns import EnvironmentTurns
 from ascent.models.small_policies import Policy, Sampled
 
 
-class SmallSampler(Sampler):
+class SmallSampler(RolloutEngine):
     """Draws from a policy in this process. With the learner's own module, loading copies nothing."""
 
-    fills = frozenset({"reward_greedy"})
+    provides = frozenset({"reward_greedy"})
 
     def __init__(self, policy: Policy, temperature: float, generator: torch.Generator):
         self.policy, self.temperature, self.generator = policy, temperature, generator

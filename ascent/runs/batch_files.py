@@ -14,7 +14,7 @@ from ascent.core.protocols import PendingRollout, RolloutRequest
 from ascent.core.types import Prompts, Rollouts
 
 Plain = dict[str, Any]
-OF_TICKET = ("step", "samples", "greedy", "seed")
+REQUEST_FIELDS = ("step", "samples", "greedy", "seed")
 
 
 def take_apart(pending: Sequence[PendingRollout]) -> tuple[dict[str, Tensor], list[Plain]]:
@@ -22,10 +22,12 @@ def take_apart(pending: Sequence[PendingRollout]) -> tuple[dict[str, Tensor], li
     tensors: dict[str, Tensor] = {}
     plain: list[Plain] = []
     for i, one in enumerate(pending):
-        own: Plain = {name: getattr(one.ticket, name) for name in OF_TICKET}
-        for part, value in (("prompts", one.ticket.prompts), ("drawn", one.drawn)):
+        own: Plain = {name: getattr(one.request, name) for name in REQUEST_FIELDS}
+        for part, value in (("prompts", one.request.prompts), ("rollouts", one.rollouts)):
             own[part] = None if value is None else split(value, f"{i}.{part}.", tensors)
-        tensors |= {f"{i}.{name}": value for name in ("going", "seeds") if (value := getattr(one, name)) is not None}
+        tensors |= {
+            f"{i}.{name}": value for name in ("unfinished", "seeds") if (value := getattr(one, name)) is not None
+        }
         plain.append(own)
     return tensors, plain
 
@@ -37,15 +39,15 @@ def put_together(tensors: dict[str, Tensor], plain: Sequence[Plain], play: Any =
         if type(own["step"]) is not int:
             raise ValueError(f"a ticket of step {own['step']!r}")
         prompts = Prompts(**together(own["prompts"], f"{i}.prompts.", tensors) | {"play": play})
-        drawn = None if own["drawn"] is None else Rollouts(**together(own["drawn"], f"{i}.drawn.", tensors))
-        ticket = RolloutRequest(prompts=prompts, **{name: own[name] for name in OF_TICKET})
-        pending.append(PendingRollout(ticket, drawn, tensors.get(f"{i}.going"), tensors.get(f"{i}.seeds")))
+        drawn = None if own["rollouts"] is None else Rollouts(**together(own["rollouts"], f"{i}.rollouts.", tensors))
+        ticket = RolloutRequest(prompts=prompts, **{name: own[name] for name in REQUEST_FIELDS})
+        pending.append(PendingRollout(ticket, drawn, tensors.get(f"{i}.unfinished"), tensors.get(f"{i}.seeds")))
     return tuple(pending)
 
 
 def check_ahead(pending: Sequence[PendingRollout], first: int, ahead: int) -> None:
     """Refuse tickets that another --ahead has begun: their tokens may be older than this one allows."""
-    last = max([one.ticket.step for one in pending], default=-1)
+    last = max([one.request.step for one in pending], default=-1)
     if last >= first + ahead:
         raise ConfigError(
             f"the checkpoint of step {first} holds responses for step {last}, too early for --ahead {ahead}: "

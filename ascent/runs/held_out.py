@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ascent.core.config import Config
-from ascent.core.loop import scored
+from ascent.core.loop import score_rollouts
 from ascent.core.preferences import SHOWN, PairLoss, margin_of
-from ascent.core.protocols import Learner, Sampler, Task
+from ascent.core.protocols import Learner, RolloutEngine, Task
 from ascent.core.types import Batch, Metrics, Outputs, Rollouts, Terms, to_batch
 from ascent.oracle.exact import expected_reward, reward_table
 from ascent.runs.display.terminal import table
@@ -25,7 +25,7 @@ ENUMERABLE = 5_000
 
 
 def sample_evaluator(
-    config: Config, task: Task, sampler: Sampler, policy: Any = None, keep: Keep | None = None
+    config: Config, task: Task, sampler: RolloutEngine, policy: Any = None, keep: Keep | None = None
 ) -> Evaluate:
     """Accuracy and reward of greedy answers to held-out prompts; of a `policy`, where responses are few, E[R] too."""
     prompts = task.held_out(config.eval_prompts)
@@ -35,7 +35,7 @@ def sample_evaluator(
     table = reward_table(task, prompts.prompt) if few else None
 
     def evaluate() -> Metrics:
-        answers, errors = scored(task, sampler.generate(prompts, 1, greedy=True))
+        answers, errors = score_rollouts(task, sampler.generate(prompts, 1, greedy=True))
         if keep is not None:
             keep(task, answers.add(errors=tuple(errors)))
         metrics: Metrics = {"eval/reward_errors": len(errors)} if errors else {}
@@ -61,7 +61,7 @@ def offline_batch(rollouts: Rollouts, label: Tensor | None = None) -> Batch:
     return to_batch(rollouts, reward=reward, valid=torch.ones(shape, dtype=torch.bool))
 
 
-def offline_evaluator(config: Config, learner: Learner, task: Task, sampler: Sampler) -> Evaluate:
+def offline_evaluator(config: Config, learner: Learner, task: Task, sampler: RolloutEngine) -> Evaluate:
     """The evaluator of the data that the run learns from, on what its task holds out."""
     rollouts = sampler.generate(task.held_out(config.eval_prompts), SHOWN[config.data])
     batch = offline_batch(rollouts, task.score(rollouts).reward if config.data == "steps" else None)

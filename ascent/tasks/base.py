@@ -20,7 +20,7 @@ class BaseTask:
     """Its problems come in one order, from a stream: each step takes the next ones."""
 
     @property
-    def plays(self) -> bool:
+    def has_environment(self) -> bool:
         """Are turns of its responses answered by processes, each at its own speed?"""
         return False
 

@@ -31,7 +31,7 @@ class InProcessLearner(Learner, Protocol):
     large: bool = False
     """Is the state too large for one rank, so that each writes a part of a checkpoint?"""
 
-    fills: frozenset[str] = frozenset({"logp_old", "logp_ref", "kl_full"})
+    provides: frozenset[str] = frozenset({"logp_old", "logp_ref", "kl_full"})
     optimizer: torch.optim.Optimizer | None
     rate: Callable[[Batch], Tensor] | None = None
     """What a reward model or a process reward gives a batch; None: a policy is trained."""
@@ -79,14 +79,14 @@ class InProcessLearner(Learner, Protocol):
 
     def train_reward(self, rate: Callable[[Batch], Tensor]) -> None:
         """Train a reward model or a process reward, which scores no batch for a policy."""
-        self.rate, self.fills = rate, frozenset()
+        self.rate, self.provides = rate, frozenset()
 
     def train_critic(self, critic: Any, update: Adam | None) -> None:
         """Take this critic along; None: there is none. Without an `update` it is stepped with the policy."""
         self.critic, self.critic_update = critic, update
         if critic is None:
             return
-        self.fills = self.fills | {"value"}
+        self.provides = self.provides | {"value"}
         if update is None:
             self._value_head = tuple(critic.trained())
         else:
@@ -120,7 +120,7 @@ class InProcessLearner(Learner, Protocol):
 
     @torch.no_grad()
     def score(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
-        needs = needs & self.fills
+        needs = needs & self.provides
         parts = [self.scored(micro, needs) for micro in self.mine(batch)] if needs else []
         return {name: self.whole([part[name] for part in parts], batch).cpu() for name in sorted(needs)}
 

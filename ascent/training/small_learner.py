@@ -56,7 +56,7 @@ def full_kl(logp_all: Tensor, logp_ref_all: Tensor) -> Float[Tensor, "prompt #sa
 class SmallLearner(InProcessLearner):
     """Trains a policy, or a reward model on a policy's backbone, in this process."""
 
-    fills = InProcessLearner.fills | {"score_norm"}
+    provides = InProcessLearner.provides | {"score_norm"}
 
     def __init__(
         self,

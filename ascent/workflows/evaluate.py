@@ -14,7 +14,7 @@ import torch
 
 from ascent.build.backend import BoundTask
 from ascent.core.errors import RunError
-from ascent.core.protocols import Sampler
+from ascent.core.protocols import RolloutEngine
 from ascent.core.types import Prompts, check_counts
 from ascent.runs.display.terminal import progress, table, wrapped
 from ascent.runs.recorded_conversation import POLICY, WAITED, calls_words, counts_of
@@ -149,7 +149,7 @@ def evaluate_policy(loaded: LoadedPolicy, prompts: int | None, samples: int, see
 
 
 def _responses(
-    task: BoundTask, sampler: Sampler, prompts: Prompts, samples: int, greedy: bool
+    task: BoundTask, sampler: RolloutEngine, prompts: Prompts, samples: int, greedy: bool
 ) -> Iterator[tuple[list[Row], list[str]]]:
     """Scored responses to all prompts, and why rewards failed, a part of the prompts at a time."""
     at_once = max(1, 2 * sampler.rows // samples)

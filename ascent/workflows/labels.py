@@ -24,7 +24,7 @@ import torch
 from ascent.api import interruptible
 from ascent.build.backend import BoundTask
 from ascent.core.errors import ConfigError, RunError
-from ascent.core.loop import scored
+from ascent.core.loop import score_rollouts
 from ascent.core.types import Prompts, Rollouts, check_counts
 from ascent.rewards.judge.judge_client import JudgeClient, JudgeError, JudgeParseError
 from ascent.rewards.judge.judge_rewards import Pair, Preference, compare_responses
@@ -314,7 +314,7 @@ class Labeller:
 
     def rows(self, samples: int) -> list[Row]:
         drawn = self.sampler.generate(self.prompts, samples)
-        batch, errors = scored(self.task, drawn)
+        batch, errors = score_rollouts(self.task, drawn)
         if errors and not bool(batch.valid.any()):
             raise RunError(f"the reward failed on every response. The first: {errors[0]}")
         rows: list[Row] = []
@@ -339,7 +339,7 @@ class Labeller:
         """The mean reward of continuations of each prefix of the prompt at its place; None where all rewards failed."""
         if not prefixes:
             return []
-        batch, _ = scored(self.task, self.continued(self.prompts[torch.tensor(places)], prefixes))
+        batch, _ = score_rollouts(self.task, self.continued(self.prompts[torch.tensor(places)], prefixes))
         count = batch.valid.sum(1)
         mean = torch.where(batch.valid, batch.reward.sum(-1), 0.0).sum(1) / count.clamp(min=1)
         return [value if some else None for value, some in zip(mean.tolist(), (count > 0).tolist(), strict=True)]

@@ -17,9 +17,9 @@ from ascent.build.trained_run import Run, load_policy
 from ascent.core.algorithms import Algorithm
 from ascent.core.config import Config
 from ascent.core.errors import ConfigError
-from ascent.core.loop import scored
+from ascent.core.loop import score_rollouts
 from ascent.core.menu import name_of
-from ascent.core.protocols import Sampler
+from ascent.core.protocols import RolloutEngine
 from ascent.core.types import Batch, Prompts, Rollouts, check_counts, to_batch
 from ascent.runs import checkpoint
 from ascent.runs.display.terminal import printable
@@ -65,9 +65,9 @@ class LoadedPolicy:
         """The task without its learned rewards and judges, to read and write prompts and responses."""
         return self.backend.bind(self.config.task, self.policy, {})
 
-    def sampler(self, prompts: Prompts, seed: int) -> Sampler:
+    def sampler(self, prompts: Prompts, seed: int) -> RolloutEngine:
         """A sampler for these prompts, whose draws the seed decides."""
-        return self.backend.answering_sampler(self.config, self.policy, prompts, seed, self.step or 0)
+        return self.backend.engine_for_prompts(self.config, self.policy, prompts, seed, self.step or 0)
 
 
 def find_policy(
@@ -168,7 +168,7 @@ def scored_rows(task: BoundTask, rollouts: Rollouts) -> tuple[list[Row], list[st
     reward      None where it failed, and then `valid` is False
     answer      what it votes for in a majority
     """
-    batch, errors = scored(task, rollouts)
+    batch, errors = score_rollouts(task, rollouts)
     lenient = batch.measured.index("lenient") if "lenient" in batch.measured else None
     every: list[Row] = []
     for group in range(len(rollouts.prompt)):

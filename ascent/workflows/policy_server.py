@@ -58,7 +58,7 @@ class Service:
         from ascent.server.open_sessions import SessionRules
 
         if not loaded.backend.words:
-            loaded.backend.endpoint_sampler(loaded.config, loaded.policy, serving.context, 0)  # which says why not
+            loaded.backend.serving_engine(loaded.config, loaded.policy, serving.context, 0)  # which says why not
         lm = loaded.policy
         if not lm.tokenizer.chat_template:
             raise ConfigError("the tokenizer has no chat template: set one, so that messages can be written")
@@ -67,7 +67,7 @@ class Service:
         policy = replace(with_engine(loaded.config.policy, serving), rows=serving.rows)
         config = replace(loaded.config, policy=policy)
         self.here = policy.engine == "local"
-        self.sampler = loaded.backend.endpoint_sampler(config, lm, self.context, self.version)
+        self.sampler = loaded.backend.serving_engine(config, lm, self.context, self.version)
         self.slots = self.sampler.rows + (serving.queue or 3 * self.sampler.rows)
         self.room = cache_tokens(lm, serving.cache, self.context) if self.here else 0
         self.key, self.desk = serving.key or secrets.token_urlsafe(32), RequestQueue(self.slots)

@@ -157,10 +157,10 @@ def sampler_from(settings: dict[str, Any]) -> tuple[Any, Any]:
     torch.set_num_threads(config.threads or 1)
     backend: Any = backend_of(config)
     model, _ = backend.model(config, Streams(config.seed), None)
-    own = backend.local_sampler(config, model, torch.Generator())
+    own = backend.local_engine(config, model, torch.Generator())
     if config.policy.engine == "local":
         return own, own
-    return backend.served_sampler(config, model, torch.Generator()), own
+    return backend.remote_engine(config, model, torch.Generator()), own
 
 
 class SamplerActor(Replica):

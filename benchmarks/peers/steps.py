@@ -68,7 +68,7 @@ class Ours(NoRecords):
     def __call__(self) -> Answer:
         parts, begin = self.parts, time.perf_counter()
         config = replace(parts.config, steps=self.done + 1)
-        list(train(config, parts.task, parts.sampler, parts.learner, self, parts.streams, dict, start=self.done))
+        list(train(config, parts.task, parts.engine, parts.learner, self, parts.streams, dict, start=self.done))
         seconds = time.perf_counter() - begin
         self.done += 1
         spent = {part: self.metrics[f"time/{part}"] for part in ("generate", "reward", "update")}

@@ -14,14 +14,14 @@ from conftest import ENDED, TINY, close, policy_of, prompts_of
 import ascent
 from ascent.build import backends
 from ascent.build.assemble import Parts, assemble
-from ascent.build.backend import Backend, BoundTask, OfflineSampler
+from ascent.build.backend import Backend, BoundTask, OfflineEngine
 from ascent.build.backends import BACKENDS, backend_of
 from ascent.build.reward_loading import load_process_reward, load_reward_model
 from ascent.build.small_backend import SmallBackend
 from ascent.build.trained_run import load_policy
 from ascent.core.config import Config
 from ascent.core.errors import ConfigError
-from ascent.core.loop import Clock, collect, scored
+from ascent.core.loop import PhaseTimer, collect, score_rollouts
 from ascent.core.protocols import RolloutRequest
 from ascent.core.types import Prompts
 from ascent.inference.occupancy import Timeline
@@ -136,9 +136,9 @@ def test_a_task_of_another_kind_is_refused(tiny_folder: Path) -> None:
 
 def test_sampler_and_learner_have_the_same_log_probs(world: World) -> None:
     parts = world.parts()
-    parts.sampler.load(parts.learner.params(), 0)
+    parts.engine.load(parts.learner.params(), 0)
     prompts = parts.task.draw(3, torch.Generator().manual_seed(0))
-    batch, _ = scored(parts.task, parts.sampler.generate(prompts, 4))
+    batch, _ = score_rollouts(parts.task, parts.engine.generate(prompts, 4))
     logp = parts.learner.score(batch, frozenset({"logp_old"}))["logp_old"]
     close(logp[batch.mask], batch.logp_sampler[batch.mask], 1e-4)
     parts.close()
@@ -148,9 +148,9 @@ def test_sampler_and_learner_have_the_same_log_probs(world: World) -> None:
 def test_the_seed_decides_what_is_drawn(world: World) -> None:
     def drawn(seed: int) -> torch.Tensor:
         parts = world.parts(seed=seed)
-        parts.sampler.load(parts.learner.params(), 0)
+        parts.engine.load(parts.learner.params(), 0)
         batch, _ = collect(
-            parts.task, parts.sampler, parts.config.algorithm, parts.config, parts.streams.prompts, Clock()
+            parts.task, parts.engine, parts.config.algorithm, parts.config, parts.streams.prompts, PhaseTimer()
         )
         parts.close()
         return batch.response
@@ -165,16 +165,18 @@ def test_a_new_version_is_seen_after_load(world: World) -> None:
     parts = world.parts(**{"algorithm": "grpo", "lr": 0.5})
     algorithm = parts.config.algorithm
     prompts = parts.task.held_out(4)
-    parts.sampler.load(parts.learner.params(), 0)
-    before = parts.sampler.generate(prompts, 1, greedy=True)
+    parts.engine.load(parts.learner.params(), 0)
+    before = parts.engine.generate(prompts, 1, greedy=True)
     assert bool((torch.as_tensor(before.version) == 0).all())
-    batch, _ = scored(parts.task, parts.sampler.generate(prompts, 4))
+    batch, _ = score_rollouts(parts.task, parts.engine.generate(prompts, 4))
     reward = torch.linspace(0, 1, batch.reward.numel()).view(batch.reward.shape)
-    batch, state = algorithm.credit(batch.add(reward=reward, logp_old=batch.logp_sampler), algorithm.start())
+    batch, state = algorithm.compute_advantages(
+        batch.add(reward=reward, logp_old=batch.logp_sampler), algorithm.start()
+    )
     batch = batch.add(**parts.learner.score(batch, algorithm.needs), **algorithm.scalars(state, 0.0))
     parts.learner.step(batch.add(weight=algorithm.weights(batch)), algorithm.objective, algorithm.update)
-    parts.sampler.load(parts.learner.params(), 1)
-    after = parts.sampler.generate(prompts, 1, greedy=True)
+    parts.engine.load(parts.learner.params(), 1)
+    after = parts.engine.generate(prompts, 1, greedy=True)
     assert bool((torch.as_tensor(after.version) == 1).all())
     gap = before.logp_sampler.sum() - after.logp_sampler.sum()
     assert before.response.shape != after.response.shape or float(gap.abs()) > 1e-4
@@ -183,16 +185,16 @@ def test_a_new_version_is_seen_after_load(world: World) -> None:
 
 def test_no_group_is_lost_or_comes_twice(world: World) -> None:
     parts = world.parts()
-    parts.sampler.load(parts.learner.params(), 0)
+    parts.engine.load(parts.learner.params(), 0)
     ticket = RolloutRequest(0, parts.task.draw(5, torch.Generator().manual_seed(0)), 4)
-    parts.sampler.submit([ticket])
-    done = list(parts.sampler.finished(0, deadline=60.0))
-    places = torch.cat([each.place for each in done])
+    parts.engine.submit([ticket])
+    done = list(parts.engine.iter_finished(0, deadline=60.0))
+    places = torch.cat([each.prompt_indices for each in done])
     assert sorted(places.tolist()) == list(range(5))
     for each in done:
-        assert torch.equal(each.rollouts.prompt, ticket.prompts.prompt[each.place])
+        assert torch.equal(each.rollouts.prompt, ticket.prompts.prompt[each.prompt_indices])
         assert each.rollouts.mask.shape[1] == 4
-    assert list(parts.sampler.finished(0, deadline=60.0)) == []
+    assert list(parts.engine.iter_finished(0, deadline=60.0)) == []
     parts.close()
 
 
@@ -200,10 +202,12 @@ def test_no_group_is_lost_or_comes_twice(world: World) -> None:
 def test_state_and_restore_go_on_with_the_same_numbers(world: World) -> None:
     def step(parts: Parts, version: int) -> torch.Tensor:
         algorithm, config = parts.config.algorithm, replace(parts.config, seed=one.config.seed)  # it is a resume's own
-        parts.sampler.load(parts.learner.params(), version)
-        batch, _ = collect(parts.task, parts.sampler, algorithm, config, parts.streams.prompts, Clock())
+        parts.engine.load(parts.learner.params(), version)
+        batch, _ = collect(parts.task, parts.engine, algorithm, config, parts.streams.prompts, PhaseTimer())
         reward = torch.linspace(0, 1, batch.valid.numel()).view(*batch.valid.shape, 1)
-        batch, state = algorithm.credit(batch.add(reward=reward, logp_old=batch.logp_sampler), algorithm.start())
+        batch, state = algorithm.compute_advantages(
+            batch.add(reward=reward, logp_old=batch.logp_sampler), algorithm.start()
+        )
         batch = batch.add(**parts.learner.score(batch, algorithm.needs), **algorithm.scalars(state, 0.0))
         parts.learner.step(batch.add(weight=algorithm.weights(batch)), algorithm.objective, algorithm.update)
         return torch.cat([p.detach().flatten() for p in parts.learner.params().values()])
@@ -224,9 +228,9 @@ def test_state_and_restore_go_on_with_the_same_numbers(world: World) -> None:
 def test_a_bound_task_has_words_for_people_and_rows_for_files(world: World) -> None:
     parts = world.parts()
     task: BoundTask = parts.task
-    parts.sampler.load(parts.learner.params(), 0)
+    parts.engine.load(parts.learner.params(), 0)
     prompts = task.draw(2, torch.Generator().manual_seed(0))
-    rollouts = parts.sampler.generate(prompts, 2)
+    rollouts = parts.engine.generate(prompts, 2)
     ids = rollouts.response[0, 0][rollouts.mask[0, 0]].tolist()
     question = task.question(rollouts, 0)
     assert question.words and question.prompt and isinstance(task.words(ids), str)
@@ -241,11 +245,11 @@ def test_a_bound_task_has_words_for_people_and_rows_for_files(world: World) -> N
 
 def test_responses_are_continued_from_their_prefixes(world: World) -> None:
     parts = world.parts()
-    parts.sampler.load(parts.learner.params(), 0)
+    parts.engine.load(parts.learner.params(), 0)
     prompts = parts.task.draw(2, torch.Generator().manual_seed(0))
-    whole = parts.sampler.generate(prompts, 1)
+    whole = parts.engine.generate(prompts, 1)
     prefixes = [row[0][mask[0]].tolist()[:1] for row, mask in zip(whole.response, whole.mask, strict=True)]
-    sampler = parts.backend.answering_sampler(parts.config, parts.policy, prompts, 5, 0)
+    sampler = parts.backend.engine_for_prompts(parts.config, parts.policy, prompts, 5, 0)
     groups = parts.backend.continue_responses(parts.config, parts.policy, prompts, prefixes, 3, sampler)
     assert [len(group) for group in groups] == [3, 3]
     for prefix, group in zip(prefixes, groups, strict=True):
@@ -279,7 +283,7 @@ def test_a_policy_is_loaded_as_it_was_trained(saved: World) -> None:
     again = load_policy(config, run.checkpoint())
     prompts_task = backend_of(config).bind(config.task, again, {})
     prompts = prompts_task.held_out(4)
-    sampler = backend_of(config).answering_sampler(config, again, prompts, 0, 2)
+    sampler = backend_of(config).engine_for_prompts(config, again, prompts, 0, 2)
     recorded = {row["group"]: row for row in run.held_out(1)}
     answers = sampler.generate(prompts, 1, greedy=True)
     for group, row in recorded.items():
@@ -294,8 +298,8 @@ def test_a_reward_is_trained_loaded_and_handed_to_a_task(saved: World, what: str
     kind = "model" if what == "pairs" else "process"
     reward: Any = backend_of(run.config).reward_setting([f"{kind}:{run.folder}"])
     parts = saved.parts(reward=reward)
-    parts.sampler.load(parts.learner.params(), 0)
-    rollouts = parts.sampler.generate(parts.task.draw(3, torch.Generator().manual_seed(0)), 2)
+    parts.engine.load(parts.learner.params(), 0)
+    rollouts = parts.engine.generate(parts.task.draw(3, torch.Generator().manual_seed(0)), 2)
     rated = parts.task.score(rollouts).reward.sum(-1)
     direct = model(rollouts)
     tokens = rollouts.mask.sum(-1, keepdim=True) - 1
@@ -316,7 +320,7 @@ def test_the_list_is_the_only_place_to_add_an_engine(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(backends, "BACKENDS", [*BACKENDS, ToyBackend()])
     parts = assemble(config)
     assert isinstance(parts.backend, ToyBackend) and isinstance(parts.backend, Backend)
-    batch, metrics = collect(parts.task, parts.sampler, config.algorithm, config, parts.streams.prompts, Clock())
+    batch, metrics = collect(parts.task, parts.engine, config.algorithm, config, parts.streams.prompts, PhaseTimer())
     assert batch.prompt.shape[0] == 3 and "reward" in metrics
     assert parts.evaluator()().keys() >= {"eval/accuracy", "eval/reward"}
 
@@ -389,7 +393,7 @@ def test_a_reward_model_of_a_small_policy_learns_from_the_pairs_of_its_task(tmp_
 def test_offline_data_has_its_own_number_of_responses_and_the_version_that_was_loaded() -> None:
     policy = policy_of(TINY, ENDED)
     prompts = Prompts.of(prompts_of(ENDED, 3))
-    sampler = OfflineSampler(lambda asked: SmallSampler(policy, 1.0, torch.Generator()).generate(asked, 2))
+    sampler = OfflineEngine(lambda asked: SmallSampler(policy, 1.0, torch.Generator()).generate(asked, 2))
     sampler.load({}, 5)
     rollouts = sampler.generate(prompts, 2)
     assert rollouts.version.shape == (3, 2, 1) and bool((rollouts.version == 5).all())
@@ -399,7 +403,7 @@ def test_offline_data_has_its_own_number_of_responses_and_the_version_that_was_l
 
 def test_a_wrapped_sampler_shares_the_timeline_of_the_one_inside_and_closes_it() -> None:
     class Inner:
-        exact, fills, limit, rows, note = True, frozenset({"mass"}), 7, 8, "slow"
+        deterministic, provides, limit, rows, note = True, frozenset({"mass"}), 7, 8, "slow"
         timeline, closed = Timeline(3), 0
 
         def close(self) -> None:
@@ -411,7 +415,7 @@ def test_a_wrapped_sampler_shares_the_timeline_of_the_one_inside_and_closes_it()
 
     inner = Inner()
     outer = Outer(inner)
-    assert (outer.exact, outer.fills, outer.limit, outer.rows, outer.note) == (True, {"mass"}, 7, 8, "slow")
+    assert (outer.deterministic, outer.provides, outer.limit, outer.rows, outer.note) == (True, {"mass"}, 7, 8, "slow")
     assert outer.timeline is inner.timeline
     outer.timeline = later = Timeline(4)
     assert inner.timeline is later is outer.timeline

@@ -106,9 +106,9 @@ def test_a_critic_draws_from_a_stream_of_its_own() -> None:
     for row in ("reinforce", "ppo"):
         config = configure("sort", {"algorithm": row, "length": 3, "numbers": 4})
         parts = assemble(config)
-        parts.sampler.load(parts.learner.params(), 0)
+        parts.engine.load(parts.learner.params(), 0)
         policies.append([p.detach().clone() for p in parts.policy.parameters()])
-        drawn.append(parts.sampler.generate(config.task.held_out(4), 3).response)
+        drawn.append(parts.engine.generate(config.task.held_out(4), 3).response)
     assert all(torch.equal(p, q) for p, q in zip(*policies, strict=True))
     assert torch.equal(*drawn)
     critic = parts.learner.critic

@@ -32,7 +32,7 @@ from ascent.core.errors import ConfigError, RunError
 from ascent.core.exploration import Annealed, Constant, NoBonus
 from ascent.core.groups import All, NoShaping, Overlong, WithSignal, without_signal
 from ascent.core.kl import InLoss, InReward
-from ascent.core.loop import Clock, Streams, collect, train
+from ascent.core.loop import PhaseTimer, Streams, collect, train
 from ascent.core.reference import Every, Frozen, MovingAverage, NoReference
 from ascent.core.types import Batch, Outputs, Prompts, Rollouts, Scores
 from ascent.core.weights import SequenceMean
@@ -89,7 +89,7 @@ def drawn(signal: set[int], rounds: int, prompts: int = 3, **more: Any) -> tuple
     config = configure(task, dynamic, more)
     policy = policy_of(TINY, task.space)
     sampler = SmallSampler(policy, 1.0, torch.Generator().manual_seed(0))
-    return collect(task, sampler, config.algorithm, config, torch.Generator().manual_seed(0), Clock())
+    return collect(task, sampler, config.algorithm, config, torch.Generator().manual_seed(0), PhaseTimer())
 
 
 def test_dynamic_sampling_draws_new_prompts_for_groups_without_signal() -> None:
@@ -193,7 +193,7 @@ def test_overlong_golden() -> None:
 def test_overlong_is_added_to_the_reward_right_or_wrong() -> None:
     algorithm = Algorithm(shaping=Overlong(4))
     batch = batch_of([[5, 0]], [[8, 10]], limit=10)
-    credited, _ = algorithm.credit(batch, {})
+    credited, _ = algorithm.compute_advantages(batch, {})
     assert credited.advantage is not None
     close(credited.advantage.flatten(), [4.5, -1])
     close(credited.reward.flatten(), [5, 0])
@@ -201,7 +201,7 @@ def test_overlong_is_added_to_the_reward_right_or_wrong() -> None:
 
 def test_overlong_with_rewards_per_token_goes_to_the_last_one() -> None:
     algorithm = Algorithm(shaping=Overlong(2))
-    credited = algorithm.credited(batch_of([[[1, 1, 1], [1, 1, 0]]], [[3, 2]], limit=3), {})
+    credited = algorithm.shape_rewards(batch_of([[[1, 1, 1], [1, 1, 0]]], [[3, 2]], limit=3), {})
     close(credited.reward, [[[1, 1, 0], [1, 1 - 0.5, 0]]])
 
 
@@ -357,7 +357,7 @@ def test_what_is_rejected_or_truncated_is_in_no_denominator_but_in_its_group() -
         algorithm = Algorithm(Centered(), weights=SequenceMean(), kl=InLoss("k2", 0.25), reference=Frozen(), **choices)
         batch = mismatched().add(reward=f64([[[3.0], [5.0]]]), truncated=torch.tensor([[True, False]]))
         batch = batch.add(logp_ref=torch.full((1, 2, 3), -5.0, dtype=F64))
-        batch, state = algorithm.credit(batch, algorithm.start())
+        batch, state = algorithm.compute_advantages(batch, algorithm.start())
         assert batch.masked is not None and batch.masked.tolist() == [[True, False]] and batch.tokens == 2
         close(batch.advantage, [[[-1.0], [1.0]]])
         close(algorithm.weights(batch), [[[0, 0, 0], [0.5, 0.5, 0]]])
@@ -373,14 +373,16 @@ def test_what_is_rejected_or_truncated_is_in_no_denominator_but_in_its_group() -
 def test_rejected_responses_are_in_the_mean_of_normalized_weights() -> None:
     """As in verl, where the weights are normalized before anything is rejected."""
     plain, rejecting = Truncated("token", 2.0, normalized=True), Truncated("token", 2.0, normalized=True, geometric=1.3)
-    credited = [Algorithm(correction=choice).credit(mismatched(), {})[0].correction for choice in (plain, rejecting)]
+    credited = [
+        Algorithm(correction=choice).compute_advantages(mismatched(), {})[0].correction for choice in (plain, rejecting)
+    ]
     close(credited[0], credited[1])
 
 
 def test_a_masked_response_pays_no_kl_in_the_reward() -> None:
     algorithm = Algorithm(kl=InReward("k1", 1.0), reference=Frozen(), groups=All(mask_truncated=True))
     batch = mismatched().add(logp_ref=mismatched().logp_old - 1, truncated=torch.tensor([[True, False]]))
-    batch, _ = algorithm.credit(batch, algorithm.start())
+    batch, _ = algorithm.compute_advantages(batch, algorithm.start())
     close(batch.advantage, [[[0.0], [-2.0]]])
 
 
@@ -429,7 +431,7 @@ def test_the_mass_makes_importance_weighting_exact() -> None:
 def test_the_correction_is_a_constant_factor_on_the_surrogate_alone() -> None:
     algorithm = Algorithm(correction=Truncated("token", 2.0))
     batch = mismatched().add(reward=f64([[[3.0], [5.0]]]))
-    batch, _ = algorithm.credit(batch, {})
+    batch, _ = algorithm.compute_advantages(batch, {})
     assert batch.correction is not None
     batch = batch.add(weight=algorithm.weights(batch))
     x = f64([[[-1.0, -2.0, 0], [-3.0, -4.0, 0]]]).requires_grad_()
@@ -557,7 +559,7 @@ def test_needs_that_nobody_fills_are_refused() -> None:
     streams = Streams(0)
     policy = config.policy(config.task.space, streams.sampling)
     learner = learner_of(policy, config.algorithm)
-    learner.fills = frozenset()
+    learner.provides = frozenset()
     with pytest.raises(ConfigError, match="need score_norm"):
         list(
             train(config, config.task, SmallSampler(policy, 1.0, streams.sampling), learner, NoRecords(), streams, dict)

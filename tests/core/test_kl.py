@@ -139,7 +139,7 @@ def test_credit_is_given_for_the_shaped_reward_and_records_keep_the_tasks(per: A
     algorithm = Algorithm(kl=InReward("k1", 0.1, per), reference=Frozen())
     old = torch.full((1, 2, 3), -1.0, dtype=F64)
     batch = batch_of([[10, 5]], ENDS, logp_old=old, logp_ref=old - 0.5)
-    credited, _ = algorithm.credit(batch, algorithm.start())
+    credited, _ = algorithm.compute_advantages(batch, algorithm.start())
     assert credited.advantage is not None
     close(credited.advantage[..., :1], [[[9.85], [4.9]]])
     close(credited.reward, [[[10.0], [5.0]]])
@@ -150,7 +150,7 @@ def test_the_penalty_in_the_reward_is_a_constant() -> None:
     algorithm = Algorithm(kl=InReward("k1", 0.1), reference=Frozen())
     old = torch.full((1, 2, 3), -1.0, dtype=F64)
     batch = batch_of([[10, 5]], ENDS, logp_old=old, logp_ref=old - 0.5)
-    batch, state = algorithm.credit(batch, algorithm.start())
+    batch, state = algorithm.compute_advantages(batch, algorithm.start())
     batch = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
     x = (old - 0.25).requires_grad_()
     terms = algorithm.objective(batch, Outputs(x, torch.zeros_like(x)))

@@ -316,7 +316,7 @@ def objective_with(algorithm: Algorithm, garbage: dict[str, float]) -> tuple[flo
         valid=torch.tensor([[True, True, True], [True, False, True]]),
         value=torch.nn.functional.pad(spoiled("value", old**2), (0, 1)) if algorithm.critic.on else None,
     )
-    batch, state = algorithm.credit(batch, algorithm.start())
+    batch, state = algorithm.compute_advantages(batch, algorithm.start())
     batch = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
     x = spoiled("logp", logp).requires_grad_()
     out = Outputs(x, spoiled("entropy", logp**2), spoiled("kl_full", logp**2))

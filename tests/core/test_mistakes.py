@@ -89,7 +89,7 @@ def check_the_first_update_moves(loss: Any) -> None:
     batch = with_rewards(rollouts_of(learner.policy))
     for logp_old in (None, batch.logp_sampler, learner.score(batch, frozenset({"logp_old"}))["logp_old"]):
         assert logp_old is None or not logp_old.requires_grad
-        mini, _ = algorithm.credit(batch.add(logp_old=logp_old), {})
+        mini, _ = algorithm.compute_advantages(batch.add(logp_old=logp_old), {})
         learner.gradient(mini.add(weight=algorithm.weights(mini)), algorithm.objective)
         assert gradient_of(learner).abs().max() > 1e-3
 
@@ -109,7 +109,7 @@ def check_the_denominator_is_the_steps(objective: Callable[[Batch, Outputs], Ter
     learner = learner_of(policy_of(TINY, ENDED), algorithm)
     batch = with_rewards(rollouts_of(learner.policy))
     assert len(batch.length.unique()) > 1
-    batch, _ = algorithm.credit(batch.add(logp_old=batch.logp_sampler), {})
+    batch, _ = algorithm.compute_advantages(batch.add(logp_old=batch.logp_sampler), {})
     mini = batch.add(weight=algorithm.weights(batch))
     found = []
     width = mini.prompt.shape[1] + mini.mask.shape[2]
@@ -243,7 +243,7 @@ def test_a_saturated_policy_trains_without_nan() -> None:
     learner = learner_of(policy, algorithm)
     batch = with_rewards(rollouts_of(policy))
     batch = batch.add(logp_old=batch.logp_sampler, **learner.score(batch, algorithm.needs))
-    batch, state = algorithm.credit(batch, algorithm.start())
+    batch, state = algorithm.compute_advantages(batch, algorithm.start())
     mini = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
     stepped = learner.step(mini, algorithm.objective, algorithm.update)
     assert {name: float(v) for name, v in stepped.metrics.items() if not math.isfinite(v)} == {}
@@ -301,7 +301,7 @@ def check_in_reward_the_gradient_is_the_kls(penalty: InReward) -> None:
     (expected,) = torch.autograd.grad(-penalty.coef * kl, policy.logits, retain_graph=True)
     algorithm = Algorithm(kl=penalty, reference=Frozen())
     batch = batch_of([[0.0] * 9], [[2] * 9], logp_old=logp.detach(), logp_ref=logp_ref)
-    batch, _ = algorithm.credit(batch, algorithm.start())
+    batch, _ = algorithm.compute_advantages(batch, algorithm.start())
     batch = batch.add(weight=logp.detach().sum(-1, keepdim=True).exp().expand(1, 9, 2).clone())
     terms = algorithm.objective(batch, Outputs(logp, torch.zeros_like(logp)))
     (gradient,) = torch.autograd.grad(terms.objective, policy.logits)
@@ -343,7 +343,7 @@ def check_the_end_token_is_learned(sampler_class: type) -> None:
     ended = rollouts.response[..., 0] == ENDED.end
     assert ended.any()
     assert bool(rollouts.mask[..., 0].all())
-    batch, _ = algorithm.credit(with_rewards(rollouts, reward=ended.to(F64).unsqueeze(-1)), {})
+    batch, _ = algorithm.compute_advantages(with_rewards(rollouts, reward=ended.to(F64).unsqueeze(-1)), {})
     learner.gradient(batch.add(weight=algorithm.weights(batch)), algorithm.objective)
     assert policy.head.bias.grad[ENDED.end] < 0, "the loss falls as the end token becomes likelier"
 

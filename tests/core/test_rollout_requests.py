@@ -19,7 +19,7 @@ from ascent.core.algorithms import ALGORITHMS
 from ascent.core.config import Config
 from ascent.core.errors import RunError
 from ascent.core.groups import NoShaping
-from ascent.core.loop import Clock, collect
+from ascent.core.loop import PhaseTimer, collect
 from ascent.core.protocols import FinishedRollouts
 from ascent.core.types import Batch, Prompts, Rollouts, Scores
 from ascent.rollout.small_sampler import SmallSampler
@@ -32,14 +32,14 @@ class Elsewhere(SmallSampler):
     late: tuple[int, ...] = ()
     twice: tuple[int, ...] = ()
 
-    def finished(self, step: int, deadline: float) -> Iterator[FinishedRollouts]:
-        done = list(super().finished(step, deadline))
+    def iter_finished(self, step: int, deadline: float) -> Iterator[FinishedRollouts]:
+        done = list(super().iter_finished(step, deadline))
         for whole in reversed(done):
-            for place in reversed(whole.place.tolist()):
+            for place in reversed(whole.prompt_indices.tolist()):
                 one = torch.tensor([place])
                 if place not in self.late:
                     for _ in range(2 if place in self.twice else 1):
-                        yield FinishedRollouts(whole.ticket, one, whole.rollouts.select(one))
+                        yield FinishedRollouts(whole.request, one, whole.rollouts.select(one))
 
 
 class Counting(Sort):
@@ -63,7 +63,7 @@ def collected(kind: type, algorithm: str = "grpo", step: int = 0, **more: Any) -
     for name, value in more.items():
         setattr(sampler, name, value)
     SCORED.clear()
-    return collect(task, sampler, row, config, torch.Generator().manual_seed(2), Clock(), step)
+    return collect(task, sampler, row, config, torch.Generator().manual_seed(2), PhaseTimer(), step)
 
 
 def same(one: Batch, other: Batch) -> None:
@@ -88,7 +88,7 @@ def test_a_late_group_stops_the_run_and_is_named() -> None:
 
 
 def test_a_group_that_comes_twice_stops_the_run() -> None:
-    with pytest.raises(RunError, match="came back twice"):
+    with pytest.raises(RunError, match="returned twice"):
         collected(Elsewhere, twice=(2,))
 
 
@@ -100,7 +100,7 @@ def test_what_a_step_draws_again_moves_no_other_stream() -> None:
         row = replace(ALGORITHMS[algorithm], shaping=NoShaping())
         config = Config(task, TINY, row, prompts=12, samples=2, seed=7)
         prompts, responses = torch.Generator().manual_seed(2), torch.Generator().manual_seed(1)
-        _, metrics = collect(task, SmallSampler(policy, 1.0, responses), row, config, prompts, Clock(), 3)
+        _, metrics = collect(task, SmallSampler(policy, 1.0, responses), row, config, prompts, PhaseTimer(), 3)
         states.append((prompts.get_state(), responses.get_state(), metrics["num_responses"]))
     assert states[1][2] > states[0][2], "dynamic sampling has drawn again"
     assert torch.equal(states[0][0], states[1][0]) and torch.equal(states[0][1], states[1][1])
@@ -143,7 +143,7 @@ def test_a_failed_greedy_baseline_takes_its_group_out_and_its_padding_earns_noth
     def collected(limit: float) -> tuple[Batch, dict[str, Any]]:
         config = Config(task, TINY, row, prompts=5, samples=3, max_reward_errors=limit)
         sampler = SmallSampler(policy, 1.0, torch.Generator().manual_seed(1))
-        return collect(task, sampler, row, config, torch.Generator().manual_seed(2), Clock())
+        return collect(task, sampler, row, config, torch.Generator().manual_seed(2), PhaseTimer())
 
     batch, metrics = collected(limit=0.5)
     assert batch.valid.all(1).tolist() == [False, True, True, True, True] and not batch.valid[0].any()

@@ -61,7 +61,7 @@ def prepared(algorithm: Algorithm) -> tuple[Any, Batch]:
     batch = batch.add(logp_old=batch.logp_sampler - 0.02)
     batch = batch.add(**learner.score(batch, algorithm.needs))
     shake(policy, 0.1, seed=2)
-    batch, state = algorithm.credit(batch, algorithm.start())
+    batch, state = algorithm.compute_advantages(batch, algorithm.start())
     return learner, batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
 
 
@@ -173,9 +173,9 @@ def test_ranks_sum_to_the_whole(row: str) -> None:
 def test_scoring_is_the_same_in_parts(size: int) -> None:
     algorithm = Algorithm(reference=Frozen())
     learner, batch = prepared(algorithm)
-    whole = learner.score(batch, learner.fills)
+    whole = learner.score(batch, learner.provides)
     learner.micro_batch = tokens(size, batch)
-    for name, tensor in learner.score(batch, learner.fills).items():
+    for name, tensor in learner.score(batch, learner.provides).items():
         close(tensor, whole[name])
 
 
@@ -253,7 +253,7 @@ def offline(row: str) -> tuple[Any, Batch]:
     if learner.reference is not None:
         shake(learner.reference, 0.2, seed=1)
     batch = batch.add(**learner.score(batch, algorithm.needs))
-    batch, state = algorithm.credit(batch, algorithm.start())
+    batch, state = algorithm.compute_advantages(batch, algorithm.start())
     return learner, batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
 
 

@@ -28,7 +28,7 @@ from ascent.core.correction import Masked, Truncated, mismatch
 from ascent.core.exploration import Constant
 from ascent.core.groups import NoShaping, Overlong
 from ascent.core.kl import InLoss, k3
-from ascent.core.loop import describe
+from ascent.core.loop import rollout_metrics
 from ascent.core.losses import Clipped, SequenceRatio
 from ascent.core.reference import Frozen
 from ascent.core.types import Batch, Outputs
@@ -130,7 +130,7 @@ def agree(theirs: Result, ours: Result, tolerance: float = EXACT) -> None:
 def by_us(given: Case, algorithm: Algorithm) -> Result:
     """Our credit, weights and objective, on the whole batch as one optimizer step."""
     state = algorithm.start()
-    batch, _ = algorithm.credit(given.batch, state)
+    batch, _ = algorithm.compute_advantages(given.batch, state)
     batch = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
     terms = algorithm.objective(batch, Outputs(given.logp, given.entropy))
     assert batch.advantage is not None
@@ -569,7 +569,7 @@ def test_metrics_of_the_same_name_are_the_same_numbers(model: Path) -> None:
     given = case(failed=True)
     everyone = replace(given, batch=given.batch.add(valid=torch.ones_like(given.batch.valid)))
     theirs = by_trl(given, model, loss_type="grpo", beta=0.04, **NO_CORRECTION).metrics
-    sampled = describe(given.batch)
+    sampled = rollout_metrics(given.batch)
     for name in ("reward", "reward_std", "frac_reward_zero_std"):
         close(theirs[name], sampled[name], 1e-6)
     of_all = by_trl(everyone, model, loss_type="grpo", beta=0.04, **NO_CORRECTION).metrics

@@ -39,7 +39,7 @@ def prepared(policy: Policy, algorithm: Algorithm = TRPO, seed: int = 2, micro_b
     batch.mask[1, 2] = False
     batch = batch.add(logp_old=batch.logp_sampler)
     batch = batch.add(**learner.score(batch, algorithm.needs))
-    batch, _ = algorithm.credit(batch, algorithm.start())
+    batch, _ = algorithm.compute_advantages(batch, algorithm.start())
     return learner, batch.add(weight=algorithm.weights(batch))
 
 

@@ -456,7 +456,7 @@ def credited(algorithm: Algorithm, learner: Any, policy: Any) -> Batch:
     batch = with_rewards(rollouts_of(policy, 3, 4))
     batch = batch.add(logp_old=batch.logp_sampler)
     batch = batch.add(**learner.score(batch, algorithm.needs))
-    batch, _ = algorithm.credit(batch, algorithm.start())
+    batch, _ = algorithm.compute_advantages(batch, algorithm.start())
     return batch.add(weight=algorithm.weights(batch))
 
 
@@ -606,7 +606,7 @@ def test_a_critics_rate_follows_its_schedule_and_its_gradient_is_clipped(policy:
     algorithm = Algorithm(GAE(), critic=choice)
     learner = learner_of(policy, algorithm)
     batch = with_rewards(rollouts_of(policy))
-    batch, _ = algorithm.credit(batch.add(**learner.score(batch, algorithm.needs)), {})
+    batch, _ = algorithm.compute_advantages(batch.add(**learner.score(batch, algorithm.needs)), {})
 
     def flat() -> Tensor:
         return torch.cat([p.detach().flatten() for p in learner.critic.trained()])

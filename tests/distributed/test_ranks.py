@@ -182,7 +182,7 @@ def both(group: RankGroup, dtype: torch.dtype, prepare: Callable[[Any], Any] = l
     algorithm = replace(GRPO, update=Adam(lr=1e-2))
     memory, settings = (0, False), (algorithm.update, True, algorithm.outputs)
     one, two = (prepare(model_of(dtype=dtype)) for _ in range(2))
-    batch, state = algorithm.credit(batch_of(model_of()), algorithm.start())
+    batch, state = algorithm.compute_advantages(batch_of(model_of()), algorithm.start())
     batch = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
     return LanguageLearner(one, *settings, *memory), ShardedLearner(two, *settings, *memory, group), batch
 
@@ -290,7 +290,7 @@ def test_a_reward_model_with_adapters_moves_between_shards_and_one_process(one_r
         state = learner.state()
         return {name: t.float().clone() for name, t in state.get("wide", state["params"]).items()}
 
-    batch, state = row.credit(pairs_of(row, (5, 2, 7, 3)), row.start())
+    batch, state = row.compute_advantages(pairs_of(row, (5, 2, 7, 3)), row.start())
     batch = batch.add(weight=row.weights(batch), **row.scalars(state, 0.0))
     batch = batch.add(**{key: getattr(batch, key).float() for key in ("logp_sampler", "reward", "advantage", "weight")})
     for trained, resumed in (learners(), learners()[::-1]):

@@ -253,11 +253,11 @@ def two_steps(crew: Any, hold: bool = False) -> tuple[list[Rollouts], ReplicaEng
     sampler = begun(crew)
     sampler.submit([RolloutRequest(0, FIVE, 2, seed=5), RolloutRequest(1, FIVE, 2, seed=6)])
     if hold:
-        assert all(one.drawn is not None for one in sampler.held())
+        assert all(one.rollouts is not None for one in sampler.snapshot_pending())
     found = []
     for step in (0, 1):
-        parts = sorted(sampler.finished(step, 60), key=lambda one: int(one.place[0]))
-        place = torch.cat([one.place for one in parts])
+        parts = sorted(sampler.iter_finished(step, 60), key=lambda one: int(one.prompt_indices[0]))
+        place = torch.cat([one.prompt_indices for one in parts])
         assert sorted(place.tolist()) == [0, 1, 2, 3, 4], "each group once"
         found.append(join([one.rollouts for one in parts]).select(place.argsort()))
         sampler.load({name: p + 0.1 for name, p in sampler.own.lm.trained().items()}, step + 2)
@@ -309,7 +309,7 @@ def test_records_say_who_drew_what_and_who_was_lost(tmp_path: Path, capsys: pyte
     sampler = begun(Calls(2, {3: "dies"}), folder=tmp_path / "engine")
     for version in (2, 3):
         sampler.submit([RolloutRequest(version - 2, FIVE, 3, seed=7)])
-        list(sampler.finished(version - 2, 60))
+        list(sampler.iter_finished(version - 2, 60))
         sampler.load(sampler.own.lm.trained(), version)
     sampler.close()
     learners, *rows = replicas_of(tmp_path)

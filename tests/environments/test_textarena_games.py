@@ -145,7 +145,7 @@ def test_a_game_that_is_not_there_or_misses_its_data_says_so(pool: EpisodePool) 
 
 def test_the_task_is_a_number_of_a_game_and_its_environment() -> None:
     config = configure("textarena:Nim", {"model": "m"})
-    assert config.task == Textarena(source="Nim") and config.task.plays
+    assert config.task == Textarena(source="Nim") and config.task.has_environment
     flat = flatten(config.to_dict())
     assert configure(flat.pop("task"), flat) == config
     config.task.verify()

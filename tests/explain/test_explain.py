@@ -244,7 +244,7 @@ def check_against_code(algorithm: Algorithm) -> None:
     assert 2 <= len(lines) <= 3 + valued and max(map(len, lines)) <= 120
 
     state = algorithm.start() | ({"baseline": 0.7} if isinstance(algorithm.advantage, RunningMean) else {})
-    credited, _ = algorithm.credit(batch, state)
+    credited, _ = algorithm.compute_advantages(batch, state)
     R = printed_reward(lines[0], names, batch) if len(lines) == 3 + valued else batch.reward
     if valued:
         δ = printed_advantage(lines[-3], lines[-2], R, batch)

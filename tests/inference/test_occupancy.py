@@ -59,7 +59,7 @@ def test_every_decoder_notes_the_rollouts_of_a_step_and_not_those_of_an_evaluati
     sampler.generate(prompts, 1, greedy=True)
     assert sampler.timeline == Timeline()
     sampler.submit([RolloutRequest(0, prompts, 4)])
-    (done,) = sampler.finished(0, 1.0)
+    (done,) = sampler.iter_finished(0, 1.0)
     spans = sampler.timeline.spans
     assert sampler.timeline.lanes == 5 and {lanes for _, _, lanes in spans} == {5}
     rows = [rows for _, rows, _ in spans if rows]

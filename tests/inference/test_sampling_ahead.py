@@ -54,13 +54,13 @@ def drive(
         params = dict(sampler.lm.model.named_parameters())
         versions.append({name: p.detach().clone() for name, p in params.items()})
         sampler.load({}, version=step)
-        begun = {one.ticket.step for one in sampler.pending}
+        begun = {one.request.step for one in sampler.pending}
         for later in range(step, min(step + ahead + 1, STEPS)):
             ticket = RolloutRequest(later, asked(later), SAMPLES)
             if later not in begun:
                 sampler.submit([ticket, replace(ticket, samples=1, greedy=True)] if greedy else [ticket])
-        done = list(sampler.finished(step, 60.0))
-        assert [one.ticket.greedy for one in done] == [False, True][: 1 + greedy]
+        done = list(sampler.iter_finished(step, 60.0))
+        assert [one.request.greedy for one in done] == [False, True][: 1 + greedy]
         found.append(done[0].rollouts)
     assert not sampler.pending
     return found, versions
@@ -151,8 +151,8 @@ def test_a_redraw_and_a_greedy_baseline_go_beside_what_is_begun_early() -> None:
     again = RolloutRequest(0, asked(0), SAMPLES, seed=5)
     sampler.submit([RolloutRequest(1, asked(1), SAMPLES)])
     sampler.submit([again])
-    (done,) = sampler.finished(0, 60.0)
-    assert done.ticket is again and [one.ticket.step for one in sampler.pending] == [1]
+    (done,) = sampler.iter_finished(0, 60.0)
+    assert done.request is again and [one.request.step for one in sampler.pending] == [1]
     fresh = sampler_for(PagedRunner).generate(asked(0), SAMPLES, seed=5)
     assert torch.equal(fresh.response.where(fresh.mask, -1), done.rollouts.response.where(done.rollouts.mask, -1))
 
@@ -176,15 +176,15 @@ def test_what_is_open_survives_a_checkpoint_to_the_bit(decoder: Any) -> None:
     class Stop(Exception):
         pass
 
-    real = first.finished
+    real = first.iter_finished
 
-    def finished(step: int, deadline: float) -> Iterator[FinishedRollouts]:
+    def iter_finished(step: int, deadline: float) -> Iterator[FinishedRollouts]:
         if step == at:
             stopped.append((take_apart(first.pending), first.generator.get_state()))
             raise Stop
         yield from real(step, deadline)
 
-    first.finished = finished  # type: ignore[method-assign]
+    first.iter_finished = iter_finished  # type: ignore[method-assign]
     with pytest.raises(Stop):
         drive(first, 2, moving=True)
     (tensors, plain_parts), state = stopped[0]
@@ -293,16 +293,16 @@ def test_without_sampling_ahead_a_checkpoint_is_as_it_was(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "odd",
-    [{"step": "x"}, {"drawn": {"more": 1}}, {"drawn": 5}],
+    [{"step": "x"}, {"rollouts": {"more": 1}}, {"rollouts": 5}],
     ids=["step", "field", "kind"],
 )
 def test_a_damaged_ticket_is_refused(odd: dict[str, Any]) -> None:
     sampler = SmallSampler(TINY(Sort().space, torch.Generator().manual_seed(0)), 1.0, torch.Generator().manual_seed(1))
     sampler.submit([RolloutRequest(3, Sort().held_out(2), 2)])
-    list(sampler.finished(2, 1.0))
+    list(sampler.iter_finished(2, 1.0))
     tensors, plain = take_apart(sampler.pending)
     (one,) = put_together(tensors, plain)
-    assert one.ticket.step == 3 and torch.equal(one.drawn.response, sampler.pending[0].drawn.response)  # type: ignore[union-attr]
+    assert one.request.step == 3 and torch.equal(one.rollouts.response, sampler.pending[0].rollouts.response)  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="ahead cannot be read"), naming_file(Path("ahead")):
         put_together(tensors, [plain[0] | odd])
 

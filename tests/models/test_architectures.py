@@ -35,7 +35,7 @@ def batch_of(lengths: tuple[tuple[int, ...], ...] = ((3, 5), (4, 2)), prompt: in
     batch = rewarded(Rollouts(ids, response, mask, empty, mask.shape[2], torch.zeros(mask.shape[:2], dtype=torch.bool)))
     batch = batch.add(reward=batch.reward.float())
     row = ALGORITHMS["reinforce"]
-    batch, _ = row.credit(batch, row.start())
+    batch, _ = row.compute_advantages(batch, row.start())
     return batch.add(weight=row.weights(batch))
 
 

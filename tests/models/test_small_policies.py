@@ -287,8 +287,8 @@ def test_score_fills_what_it_says_it_fills(policy: Policy) -> None:
     learner = learner_of(policy, Algorithm(reference=Frozen()))
     batch = with_rewards(rollouts_of(policy, temperature=0.8))
     shake(learner.reference, 0.3)
-    found = learner.score(batch, learner.fills)
-    assert set(found) == learner.fills
+    found = learner.score(batch, learner.provides)
+    assert set(found) == learner.provides
     close(found["logp_old"], batch.logp_sampler)
     close(found["logp_ref"], trained_logp(learner.reference, batch))
     logp, ref = log_probs(policy, batch), log_probs(learner.reference, batch)
@@ -312,7 +312,9 @@ def test_a_learners_state_comes_back(policy: Policy) -> None:
     """Parameters, optimizer and reference, as a checkpoint holds them."""
     algorithm = Algorithm(reference=Frozen())
     learner = learner_of(policy, algorithm)
-    batch, _ = algorithm.credit(with_rewards(rollouts_of(policy)).add(logp_old=rollouts_of(policy).logp_sampler), {})
+    batch, _ = algorithm.compute_advantages(
+        with_rewards(rollouts_of(policy)).add(logp_old=rollouts_of(policy).logp_sampler), {}
+    )
     mini = batch.add(weight=algorithm.weights(batch), **learner.score(batch, algorithm.needs))
     learner.step(mini, algorithm.objective, algorithm.update)
     saved = {group: {k: v.clone() for k, v in tensors.items()} for group, tensors in learner.state().items()}

@@ -179,7 +179,7 @@ def brute_force(found: Table, algorithm: Algorithm, samples: int, state: dict[st
         batch = pick(every, torch.tensor([group]))
         if not bool(algorithm.groups(batch).all()):
             continue
-        batch, _ = algorithm.credit(batch, state)
+        batch, _ = algorithm.compute_advantages(batch, state)
         mini = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.25))
         learner.gradient(mini, algorithm.objective)
         none = [torch.zeros_like(p) if p.grad is None else p.grad for p in learner.trainable()]
@@ -266,7 +266,7 @@ def test_variance_is_what_sampling_shows() -> None:
     rollouts = sampler.generate(Prompts.of(found.batch.prompt.expand(400, -1)), 4)
     scores = found.task.score(rollouts)
     batch = to_batch(rollouts, reward=scores.reward.double(), valid=scores.valid)
-    batch, _ = algorithm.credit(batch, {})
+    batch, _ = algorithm.compute_advantages(batch, {})
     gradients = []
     for i in range(400):
         group = batch.select(slice(i, i + 1))
@@ -292,7 +292,7 @@ def test_several_prompts_are_a_mean_of_single_ones() -> None:
     learner = SmallLearner(both[0].policy, algorithm.update, False, algorithm.outputs)
     for i, j in itertools.product(range(9), repeat=2):
         batch = join([pick(t.batch, torch.tensor([[k]])) for t, k in zip(both, (i, j), strict=True)])
-        batch, _ = algorithm.credit(batch, {})
+        batch, _ = algorithm.compute_advantages(batch, {})
         learner.gradient(batch.add(weight=algorithm.weights(batch)), algorithm.objective)
         gradient = -torch.cat([p.grad.flatten() for p in learner.trainable()])  # type: ignore[union-attr]
         p = float(both[0].probability[i] * both[1].probability[j])

@@ -218,7 +218,7 @@ def test_a_process_reward_is_a_reward_per_token(hasty: Path) -> None:
         config = configure("sort", {**WORLD, "reward": f"{kind}:{hasty / 'process'}", "prompts": 6})
         parts = assemble(config)
         prompt = parts.task.draw(6, torch.Generator().manual_seed(0))
-        rollouts = parts.sampler.generate(prompt, 4)
+        rollouts = parts.engine.generate(prompt, 4)
         made[kind] = parts.task.score(rollouts)
     assert reward_weights(parts.task) == {"rewards/exact": 1.0, "rewards/process": 0.5}
     listed = configure("sort", {**WORLD, "reward": ("exact", f"0.5*process:{hasty / 'process'}"), "prompts": 6})

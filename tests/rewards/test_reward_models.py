@@ -71,7 +71,7 @@ def test_it_rates_sorted_answers_higher(rated_sort: Path) -> None:
     rater = load_reward_model(rated_sort)
     parts = assemble(configure("sort", {k: v for k, v in SMALL.items() if k != "show"}))
     prompt = parts.task.held_out(12)
-    rollouts, prompt = parts.sampler.generate(prompt, 2), prompt.prompt
+    rollouts, prompt = parts.engine.generate(prompt, 2), prompt.prompt
     response = torch.stack([prompt.sort(-1).values, prompt.sort(-1, descending=True).values], 1)
     rating = rater(replace(rollouts, response=response))
     differs = (response[:, 0] != response[:, 1]).any(-1)
@@ -92,7 +92,7 @@ def test_it_is_a_reward_and_the_true_one_is_measured_beside_it(rated_sort: Path,
     assert batch.shape[-1] == 3 and all("positions" in row for row in rows)
     again = load_reward_model(rated_sort)
     parts = assemble(run.config)
-    rollouts = parts.sampler.generate(parts.task.draw(4, torch.Generator().manual_seed(0)), 2)
+    rollouts = parts.engine.generate(parts.task.draw(4, torch.Generator().manual_seed(0)), 2)
     assert torch.equal(parts.task.score(rollouts).reward, again(rollouts))
 
 
@@ -112,7 +112,7 @@ def test_reward_models_mix_by_weights_in_sort_as_they_do_in_words(rated_sort: Pa
     assert parse_train(["sort", *flags, "--reward", *rewards], "ascent train")[0] == config
     assert config_from(json.loads(json.dumps(config.to_dict()))) == config
     parts = assemble(config)
-    rollouts = parts.sampler.generate(parts.task.draw(8, torch.Generator().manual_seed(0)), 4)
+    rollouts = parts.engine.generate(parts.task.draw(8, torch.Generator().manual_seed(0)), 4)
     scores, rating = parts.task.score(rollouts), load_reward_model(rated_sort)(rollouts).squeeze(-1)
     right = (rollouts.response == rollouts.prompt.sort(-1).values.unsqueeze(1)).float().sum(-1)
     first = rollouts.response[..., 0] / rollouts.response[..., 1]
@@ -128,7 +128,7 @@ def test_reward_models_mix_by_weights_in_sort_as_they_do_in_words(rated_sort: Pa
 def test_a_reward_per_token_and_a_reward_model_share_the_last_token(rated_sort: Path) -> None:
     more = {**{k: v for k, v in SMALL.items() if k != "show"}, "reward": ("process", f"0.5*model:{rated_sort}")}
     parts = assemble(configure("sort", more))
-    rollouts = parts.sampler.generate(parts.task.draw(4, torch.Generator().manual_seed(0)), 2)
+    rollouts = parts.engine.generate(parts.task.draw(4, torch.Generator().manual_seed(0)), 2)
     rating = load_reward_model(rated_sort)(rollouts)
     points = (rollouts.response == rollouts.prompt.sort(-1).values.unsqueeze(1)).float()
     points[..., -1:] += 0.5 * rating
@@ -138,7 +138,7 @@ def test_a_reward_per_token_and_a_reward_model_share_the_last_token(rated_sort: 
 def test_a_weight_alone_scales_a_reward_model(rated_sort: Path) -> None:
     more = {k: v for k, v in SMALL.items() if k != "show"}
     parts = assemble(configure("sort", {**more, "reward": f"0.25*model:{rated_sort}"}))
-    rollouts = parts.sampler.generate(parts.task.draw(4, torch.Generator().manual_seed(0)), 2)
+    rollouts = parts.engine.generate(parts.task.draw(4, torch.Generator().manual_seed(0)), 2)
     torch.testing.assert_close(parts.task.score(rollouts).reward, 0.25 * load_reward_model(rated_sort)(rollouts))
 
 
@@ -147,12 +147,14 @@ def test_the_kl_is_taken_off_the_learned_reward(rated_sort: Path) -> None:
     kl = {"kl": "in-reward", "kl.estimator": "k1", "kl.coef": 0.5, "kl.per": "token", "reference": "frozen"}
     given = {k: v for k, v in SMALL.items() if k != "show"} | {"algorithm": "ppo", "reward": f"model:{rated_sort}"} | kl
     parts = assemble(configure("sort", given))
-    from ascent.core.loop import scored
+    from ascent.core.loop import score_rollouts
 
-    batch, _ = scored(parts.task, parts.sampler.generate(parts.task.draw(3, torch.Generator().manual_seed(0)), 2))
+    batch, _ = score_rollouts(
+        parts.task, parts.engine.generate(parts.task.draw(3, torch.Generator().manual_seed(0)), 2)
+    )
     old = batch.logp_sampler
     batch = batch.add(logp_old=old, logp_ref=old - 0.25)
-    credited = parts.config.algorithm.credited(batch, parts.config.algorithm.start())
+    credited = parts.config.algorithm.shape_rewards(batch, parts.config.algorithm.start())
     expected = batch.reward.squeeze(-1) - 0.5 * 0.25 * 3
     torch.testing.assert_close(credited.reward.sum(-1), expected)
     torch.testing.assert_close(credited.reward[..., 0], torch.full((3, 2), -0.125))

@@ -17,7 +17,7 @@ import torch
 from ascent.api import resume, start
 from ascent.build.assemble import Parts, assemble
 from ascent.core.errors import ConfigError, RunError
-from ascent.core.loop import scored
+from ascent.core.loop import score_rollouts
 from ascent.core.metric_names import MISMATCH
 from ascent.environments.agents import AgentResult, Assignment
 from ascent.inference.continuous_batching import PolledSampler
@@ -90,16 +90,16 @@ def config(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def drawn(parts: Parts, greedy: bool = False) -> Any:
-    parts.sampler.load(parts.learner.params(), 3)
+    parts.engine.load(parts.learner.params(), 3)
     prompts = parts.task.draw(2, torch.Generator().manual_seed(0))
-    return parts.sampler.generate(prompts, 3, greedy, seed=5)
+    return parts.engine.generate(prompts, 3, greedy, seed=5)
 
 
 def test_episodes_are_rollouts_with_the_learners_log_probs(config: Any) -> None:
     with closing(assemble(config())) as parts:
         rollouts = drawn(parts)
         again = drawn(parts)
-        batch, errors = scored(parts.task, rollouts)
+        batch, errors = score_rollouts(parts.task, rollouts)
         scores = parts.learner.score(batch.add(logp_old=batch.logp_sampler), frozenset({"logp_old"}))
         greedy = [drawn(parts, greedy=True).response for _ in range(2)]
     assert not errors and bool(batch.valid.all())
@@ -128,7 +128,7 @@ def test_a_serving_engine_draws_the_turns_of_agents_whatever_becomes_of_it(
     with serving(AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)) as server:
         made = config(engine="vllm", steps=1, **{"engine.url": server.url, "policy.device": "cpu"})
         with closing(assemble(made)) as parts:
-            parts.sampler.look = 0.05
+            parts.engine.look = 0.05
             first = drawn(parts)
             server.abort_once = True
             aborted = drawn(parts)
@@ -136,7 +136,7 @@ def test_a_serving_engine_draws_the_turns_of_agents_whatever_becomes_of_it(
             lost = drawn(parts)
             assert not server.kills
             scores = parts.learner.score(
-                scored(parts.task, lost)[0].add(logp_old=lost.logp_sampler), frozenset({"logp_old"})
+                score_rollouts(parts.task, lost)[0].add(logp_old=lost.logp_sampler), frozenset({"logp_old"})
             )
             greedy = drawn(parts, greedy=True)
         run = start(made, tmp_path / "run", Display(), preflight=False)
@@ -208,7 +208,7 @@ def test_prompts_of_a_group_that_differ_are_observations_from_where_they_do(conf
 
     with closing(assemble(config(talk))) as parts:
         rollouts = drawn(parts)
-        batch, _ = scored(parts.task, rollouts)
+        batch, _ = score_rollouts(parts.task, rollouts)
         scores = parts.learner.score(batch.add(logp_old=batch.logp_sampler), frozenset({"logp_old"}))
     text = parts.task.text(rollouts.prompt[0].tolist())
     assert text.endswith("lucky ") or ("lucky" in text and "say" not in text)
@@ -243,7 +243,7 @@ def test_an_agent_that_fails_makes_its_episode_invalid_with_a_reason(config: Any
     PLACES.clear()
     with closing(assemble(config(failing, max_turns=3))) as parts:
         rollouts = drawn(parts)
-        batch, errors = scored(parts.task, rollouts)
+        batch, errors = score_rollouts(parts.task, rollouts)
     seeds = list(PLACES)
     assert len(seeds) == 6
     notes = dict(enumerate(batch.notes.flat))
@@ -268,7 +268,7 @@ def test_where_the_agent_leaves_it_open_the_task_scores_the_last_turn(config: An
         return AgentResult(metrics={"length": len(words)})
 
     with closing(assemble(config(talk, reward=(f"python:{file}:reward",)))) as parts:
-        batch, errors = scored(parts.task, drawn(parts))
+        batch, errors = score_rollouts(parts.task, drawn(parts))
     assert not errors
     measured = batch.measures[..., batch.measured.index("agent/length")]
     assert torch.equal(batch.reward.squeeze(-1), measured)

@@ -19,7 +19,7 @@ from ascent.build.preflight import report_episodes
 from ascent.build.trained_run import Run
 from ascent.cli.main import main
 from ascent.core.errors import ConfigError, RunError
-from ascent.core.loop import scored
+from ascent.core.loop import score_rollouts
 from ascent.core.types import Prompts
 from ascent.environments.chat_templates import Tail
 from ascent.environments.episode_pool import LocalEpisodes
@@ -131,7 +131,7 @@ def play(place: Path, model: Any, world: str, samples: int = 4, prompts: int = 3
         sampler = sampler_of(model, limit=task.room, rows=5)
         sampler.most = task.max_tokens
         drawn = bound.draw(prompts, torch.Generator().manual_seed(0))
-        return scored(bound, sampler.generate(drawn, samples)), bound
+        return score_rollouts(bound, sampler.generate(drawn, samples)), bound
 
 
 @pytest.fixture(scope="module")

@@ -197,10 +197,10 @@ def test_so_are_responses_of_later_steps(decoder: Any) -> None:
     told, drawn = listening(sampler), []
     for step in range(3):
         sampler.load({}, version=step)
-        begun = {one.ticket.step for one in sampler.pending}
+        begun = {one.request.step for one in sampler.pending}
         later = [s for s in range(step, min(step + 2, 3)) if s not in begun]
         sampler.submit([RolloutRequest(s, problems(10 * s), 4) for s in later])
-        drawn += [one for done in sampler.finished(step, 60.0) for one in responses_of(done.rollouts)]
+        drawn += [one for done in sampler.iter_finished(step, 60.0) for one in responses_of(done.rollouts)]
     assert len(told) >= 12
     for one in told:
         drawn.remove(one)

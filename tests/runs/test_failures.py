@@ -12,7 +12,7 @@ import torch
 
 import ascent
 from ascent.core.errors import RunError
-from ascent.core.loop import stop_on_trouble
+from ascent.core.loop import raise_if_diverged
 from ascent.core.types import Rollouts
 from ascent.rollout.small_sampler import SmallSampler
 from ascent.runs import checkpoint
@@ -73,7 +73,7 @@ def test_parameters_that_are_not_finite_stop_the_run(value: float) -> None:
     learner.params = lambda: {"a": torch.ones(3), "b": torch.tensor([[0.0, value]])}
     batch, records = random_batch(5, 1, 2, 2, 2), Kept()
     with nullcontext() if abs(value) == 1e30 else pytest.raises(RunError, match="the parameters became infinite"):
-        stop_on_trouble(3, {"loss": 0.0}, batch, learner, records, 0.3)
+        raise_if_diverged(3, {"loss": 0.0}, batch, learner, records, 0.3)
 
 
 @pytest.mark.parametrize(

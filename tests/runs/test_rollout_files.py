@@ -129,7 +129,7 @@ def test_a_language_model_reports_it_too() -> None:
 
     algorithm, lm = ALGORITHMS["dr-grpo"], model_of()
     learner = LanguageLearner(lm, algorithm.update, False, algorithm.outputs, micro_batch=12)
-    batch: Batch = algorithm.credit(batch_of(lm), algorithm.start())[0]
+    batch: Batch = algorithm.compute_advantages(batch_of(lm), algorithm.start())[0]
     mini = batch.add(weight=algorithm.weights(batch))
     stepped = learner.step(mini, algorithm.objective, algorithm.update)
     assert stepped.entropy is not None and stepped.entropy.shape == mini.mask.shape

@@ -15,7 +15,7 @@ from ascent.core.advantages import Advantage, ByTurn, Centered, LeaveOneOut, Raw
 from ascent.core.algorithms import Algorithm
 from ascent.core.critics import OwnCritic
 from ascent.core.errors import ConfigError
-from ascent.core.loop import scored
+from ascent.core.loop import score_rollouts
 from ascent.core.losses import Ratio
 from ascent.core.types import Batch, Prompts, Rollouts, Space, State
 from ascent.core.values import GAE, TD, KStep, MonteCarlo
@@ -240,7 +240,7 @@ def drawn(task: TurnsTask, samples: int = 40, seed: int = 0, **more: Any) -> tup
 def test_what_is_sampled_is_among_what_is_enumerated_with_its_reward(name: str) -> None:
     task = WORLDS[name][0]
     rollouts, bound = drawn(task)
-    batch, errors = scored(bound, rollouts)
+    batch, errors = score_rollouts(bound, rollouts)
     assert not errors and bool(batch.valid.all()) and not bool(batch.truncated.any())
     for place in range(len(rollouts.prompt)):
         prompts = Prompts(rollouts.prompt[place : place + 1], rollouts.problem[place : place + 1])  # type: ignore[index]
@@ -310,7 +310,7 @@ class FailingTask(Rambling):
 
 def test_an_environment_that_fails_makes_its_response_invalid_and_no_other() -> None:
     rollouts, bound = drawn(FailingTask(), samples=60)
-    batch, errors = scored(bound, rollouts)
+    batch, errors = score_rollouts(bound, rollouts)
     failed = ~batch.valid[0]
     assert errors == batch.notes[0][failed.numpy()].tolist(), "each is counted, with its reason"  # type: ignore[index]
     assert 0 < int(failed.sum()) < 40

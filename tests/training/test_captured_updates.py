@@ -239,7 +239,7 @@ def test_a_run_computes_the_pass_of_a_whole_update_before_the_rewards(
     for early in (True, False):
         ours = Ours(Work(str(tiny_folder), ["one two", "three"], samples=3, tokens=6), {"epochs": 2})
         try:
-            sampler, learner = ours.parts.sampler, ours.parts.learner
+            sampler, learner = ours.parts.engine, ours.parts.learner
             assert sampler.train_early == learner.begin  # type: ignore[attr-defined]
             capturing(learner)  # type: ignore[arg-type]
             if not early:

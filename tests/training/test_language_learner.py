@@ -38,7 +38,7 @@ def learner_of(lm: LanguageModel, algorithm: Algorithm, micro_batch: int = 0, **
 
 def credited(batch: Batch, algorithm: Algorithm, learner: LanguageLearner) -> Batch:
     batch = batch.add(**learner.score(batch, algorithm.needs))
-    batch, state = algorithm.credit(batch, algorithm.start())
+    batch, state = algorithm.compute_advantages(batch, algorithm.start())
     return batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
 
 
@@ -594,7 +594,7 @@ def test_a_share_without_rows_has_a_gradient_of_0(row: str, shares: bool) -> Non
     kept, update = algorithm.reference.kept, algorithm.critic.update
     learner = LanguageLearner(lm, algorithm.update, kept, algorithm.outputs, critic=critic, critic_update=update)
     empty = credited(batch_of(lm), algorithm, learner).share(slice(0, 0))
-    assert all(value.shape[:2] == (0, 4) for value in learner.score(empty, learner.fills & algorithm.needs).values())
+    assert all(value.shape[:2] == (0, 4) for value in learner.score(empty, learner.provides & algorithm.needs).values())
     terms = learner.gradient(empty, algorithm.objective)
     gradients = [p.grad for p in learner.trainable()]
     assert float(terms.objective) == 0 and all(g is not None and not g.any() for g in gradients)

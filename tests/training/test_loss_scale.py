@@ -42,7 +42,7 @@ def mini_of(factor: float, limit: int, row: Any = ROW, learner: LanguageLearner 
     batch = batch.add(reward=batch.reward.float() * factor, limit=limit, logp_old=None)
     if learner is not None:
         batch = batch.add(**learner.score(batch, frozenset({"value", "logp_old"})))
-    batch, state = row.credit(batch, row.start())
+    batch, state = row.compute_advantages(batch, row.start())
     batch = batch.add(weight=row.weights(batch), **row.scalars(state, 0.0))
     return batch.add(**{name: getattr(batch, name).float() for name in ("logp_sampler", "advantage", "weight")})
 

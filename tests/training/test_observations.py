@@ -22,7 +22,7 @@ from ascent.core.advantages import ADVANTAGES, Greedy
 from ascent.core.algorithms import ALGORITHMS, Algorithm
 from ascent.core.correction import mismatch
 from ascent.core.groups import Overlong
-from ascent.core.loop import scored
+from ascent.core.loop import score_rollouts
 from ascent.core.metric_names import MISMATCH
 from ascent.core.protocols import Task, UpdateResult
 from ascent.core.types import Batch, Prompts, Rollouts, Scores, Space, at_actions, at_last, join, to_batch
@@ -225,14 +225,14 @@ def test_the_tasks_score_is_added_to_what_rollouts_bring() -> None:
         made.prompt, made.response, made.mask, made.logp_sampler, 8, made.truncated,
         present=made.present, reward=paid, valid=valid, notes=notes, turn=turn,
     )  # fmt: skip
-    batch, errors = scored(Pays(), rollouts)
+    batch, errors = score_rollouts(Pays(), rollouts)
     close(batch.reward, at_last(made, made.length.double().unsqueeze(-1)) + at_actions(made, paid))
     close(batch.reward.sum(-1), made.length + 0.25 * made.present.sum(-1))
     assert torch.equal(batch.valid, valid) and torch.equal(batch.turn, turn)
     assert errors == ["by the task"], "what is said of the response that failed"
     assert batch.notes[0].tolist() == ["by the game; by the task", "by the task", "by the task"]
     outcome = replace(rollouts, reward=torch.ones(2, 3, 1, dtype=F64))
-    close(scored(Pays(), outcome)[0].reward.squeeze(-1), made.length + 1.0)
+    close(score_rollouts(Pays(), outcome)[0].reward.squeeze(-1), made.length + 1.0)
 
 
 def test_the_lag_between_versions_is_no_mismatch() -> None:
@@ -303,7 +303,7 @@ def test_the_gradient_is_that_of_the_actions(row: str, name: str) -> None:
     batch = observed(name)
     batch = batch.add(logp_old=plain_logp(policy, batch).detach() - torch.where(batch.mask, 0.02, 0.0))
     batch = batch.add(**learner.score(batch, algorithm.needs))
-    batch, state = algorithm.credit(batch, algorithm.start())
+    batch, state = algorithm.compute_advantages(batch, algorithm.start())
     mini = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
     learner.gradient(mini, algorithm.objective)
     got = gradient_of(learner)
@@ -349,7 +349,7 @@ def test_a_language_model_sees_observations_and_scores_actions(name: str, shares
     assert (scores["logp_old"] - want).abs().max() < 1e-10
     assert (scores["logp_ref"] - want).abs().max() < 1e-10
     algorithm = Algorithm()
-    mini, _ = algorithm.credit(batch.add(logp_old=scores["logp_old"]), {})
+    mini, _ = algorithm.compute_advantages(batch.add(logp_old=scores["logp_old"]), {})
     mini = mini.add(weight=algorithm.weights(mini))
     objective = (mini.weight * mini.advantage * language_logp(lm, mini)).sum()
     want_grad = torch.autograd.grad(-objective, learner.trainable(), materialize_grads=True)
@@ -459,7 +459,7 @@ def test_records_hold_what_is_there_and_the_viewer_reads_actions(name: str, tmp_
     batch = observed(name)
     turn = torch.arange(8).expand(batch.mask.shape)
     batch = batch.add(turn=turn, logp_old=batch.logp_sampler, index=torch.arange(2))
-    batch, _ = Algorithm(GAE(), critic=ALGORITHMS["ppo"].critic).credit(batch, {})
+    batch, _ = Algorithm(GAE(), critic=ALGORITHMS["ppo"].critic).compute_advantages(batch, {})
     entropy = torch.rand(batch.mask.shape, dtype=F64)
     update = UpdateResult({}, {}, torch.where(batch.mask, batch.logp_sampler + 0.1, 0.0), entropy)
     (tmp_path / "rollouts").mkdir()

@@ -86,7 +86,7 @@ def learner_of(kind: str, form: str) -> tuple[LanguageLearner, Any]:
 def ready(row: Any, batch: Batch, learner: LanguageLearner) -> Batch:
     batch = batch.add(**{key: getattr(batch, key).float() for key in ("logp_sampler", "reward")}, logp_old=None)
     batch = batch.add(**learner.score(batch, row.needs | ({"logp_old"} if row.critic.on else frozenset())))
-    batch, state = row.credit(batch, row.start())
+    batch, state = row.compute_advantages(batch, row.start())
     return batch.add(weight=row.weights(batch), **row.scalars(state, 0.0))
 
 

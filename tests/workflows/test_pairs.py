@@ -331,7 +331,7 @@ def test_dpo_on_a_language_model(sums: Path, tiny_folder: Path, tmp_path: Path) 
 def test_the_ids_are_those_of_chosen_and_rejected(sums: Path, tiny_folder: Path) -> None:
     parts = assemble(configure(f"preferences:{sums}", {k: v for k, v in words(tiny_folder).items() if k != "show"}))
     prompt = parts.task.draw(26, torch.Generator().manual_seed(0))
-    rollouts = parts.sampler.generate(prompt, 2)
+    rollouts = parts.engine.generate(prompt, 2)
     said = {
         tuple(parts.policy.decode(r[m].tolist()) for r, m in zip(*pair, strict=True))
         for pair in zip(rollouts.response, rollouts.mask, strict=True)
@@ -352,12 +352,14 @@ def test_a_micro_batch_of_language_never_cuts_a_pair_nor_changes_a_gradient(sums
         given = {k: v for k, v in words(tiny_folder, micro_batch=budget).items() if k != "show"}
         parts = assemble(configure(f"preferences:{sums}", given))
         parts.policy.double()
-        from ascent.core.loop import scored
+        from ascent.core.loop import score_rollouts
 
-        batch, _ = scored(parts.task, parts.sampler.generate(parts.task.draw(5, torch.Generator().manual_seed(1)), 2))
+        batch, _ = score_rollouts(
+            parts.task, parts.engine.generate(parts.task.draw(5, torch.Generator().manual_seed(1)), 2)
+        )
         algorithm = parts.config.algorithm
         batch = batch.add(logp_ref=torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(2)).double())
-        batch, _ = algorithm.credit(batch.add(logp_old=batch.logp_sampler), {})
+        batch, _ = algorithm.compute_advantages(batch.add(logp_old=batch.logp_sampler), {})
         mini = batch.add(weight=algorithm.weights(batch).double())
         assert all(part.mask.shape[1] == 2 for part in parts.learner.split(mini))
         parts.learner._uphill = parts.learner._uphill.double()

@@ -51,7 +51,7 @@ def test_the_objective_is_the_mean_log_prob_of_the_demonstrated_tokens(demonstra
     config = configure(f"demonstrations:{demonstrations}", settings(tiny_folder, prompts=5))
     parts = assemble(config)
     prompt = parts.task.draw(5, torch.Generator().manual_seed(0))
-    rollouts = parts.sampler.generate(prompt, 1)
+    rollouts = parts.engine.generate(prompt, 1)
     lm = parts.policy
     total, count = 0.0, 0
     for row, response, mask in zip(prompt.prompt, rollouts.response[:, 0], rollouts.mask[:, 0], strict=True):
@@ -62,16 +62,16 @@ def test_the_objective_is_the_mean_log_prob_of_the_demonstrated_tokens(demonstra
         logits = lm.model(torch.cat([ids, tokens])[None]).logits[0, len(ids) - 1 : -1]
         total += float(torch.nn.functional.cross_entropy(logits, tokens, reduction="sum"))
         count += len(tokens)
-    batch, _ = config.algorithm.credit(_scored(parts, rollouts), {})
+    batch, _ = config.algorithm.compute_advantages(_scored(parts, rollouts), {})
     mini = batch.add(weight=config.algorithm.weights(batch))
     stepped = parts.learner.step(mini, config.algorithm.objective, config.algorithm.update)
     assert float(stepped.metrics["loss"]) == pytest.approx(total / count, rel=1e-5)
 
 
 def _scored(parts: object, rollouts: object) -> object:
-    from ascent.core.loop import scored
+    from ascent.core.loop import score_rollouts
 
-    batch, errors = scored(parts.task, rollouts)  # type: ignore[attr-defined]
+    batch, errors = score_rollouts(parts.task, rollouts)  # type: ignore[attr-defined]
     assert not errors
     return batch.add(logp_old=batch.logp_sampler)
 
@@ -81,7 +81,7 @@ def test_a_prompt_may_be_shown_twice(tmp_path: Path, tiny_folder: Path) -> None:
     rows = [("a", "1"), ("a", "2"), ("b", "3")]
     file.write_text("".join(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in rows))
     parts = assemble(configure(f"demonstrations:{file}", settings(tiny_folder, prompts=2)))
-    rollouts = parts.sampler.generate(parts.task.draw(2, torch.Generator().manual_seed(0)), 1)
+    rollouts = parts.engine.generate(parts.task.draw(2, torch.Generator().manual_seed(0)), 1)
     said = {
         parts.policy.decode(r[m].tolist()).strip()
         for r, m in zip(rollouts.response[:, 0], rollouts.mask[:, 0], strict=True)
@@ -197,12 +197,12 @@ def test_memory_counts_what_is_exact_exactly(problems: Path, tiny_folder: Path) 
     config = configure(f"jsonl:{problems}", settings(tiny_folder, algorithm="grpo"))
     parts = assemble(config)
     count = sum(p.numel() for p in parts.policy.model.parameters())
-    found = memory(config, parts.learner, parts.sampler.rows)
+    found = memory(config, parts.learner, parts.engine.rows)
     assert found["parameters"] == found["gradients"] == found["reference"] == 4 * count
     assert found["Adam"] == 8 * count
     lora = replace(config, policy=replace(config.policy, lora=2))
     adapted = assemble(lora)
-    assert memory(lora, adapted.learner, adapted.sampler.rows)["Adam"] == 8 * sum(
+    assert memory(lora, adapted.learner, adapted.engine.rows)["Adam"] == 8 * sum(
         p.numel() for p in adapted.policy.trained().values()
     )
 
@@ -217,7 +217,7 @@ def test_the_memory_of_a_critic_counts(problems: Path, tiny_folder: Path, lora: 
         config = configure(f"jsonl:{problems}", settings(tiny_folder, **more))
         parts = assemble(config)
         learner: Any = parts.learner
-        batch = parts.sampler.generate(parts.task.draw(2, torch.Generator()), 2)
+        batch = parts.engine.generate(parts.task.draw(2, torch.Generator()), 2)
         value = learner.score(offline_batch(batch), frozenset({"value"}))["value"]
         mini = offline_batch(batch).add(value=value, returns=torch.ones(batch.mask.shape))
         mini = mini.add(logp_old=mini.logp_sampler, advantage=mini.reward, weight=torch.ones(mini.mask.shape))
@@ -227,7 +227,7 @@ def test_the_memory_of_a_critic_counts(problems: Path, tiny_folder: Path, lora: 
         moments = [v for p in learner.critic.trained() for v in kept[p].values() if v.dim()]
         every = {id(t): t for t in [*learner.critic.parameters(), *learner.critic.trained()]}
         held = [*every.values(), *(p.grad for p in learner.critic.trained()), *moments]
-        found[critic, dtype] = memory(config, learner, parts.sampler.rows)["critic"]
+        found[critic, dtype] = memory(config, learner, parts.engine.rows)["critic"]
         assert found[critic, dtype] == sum(t.numel() * t.element_size() for t in held)
         parts.close()
     assert found["own-critic", "float32"] > found["shared-critic", "float32"] > 0

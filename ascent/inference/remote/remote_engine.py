@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ascent.core.errors import RunError
-from ascent.core.protocols import FinishedRollouts, PendingRollout, RolloutRequest, Sampler
+from ascent.core.protocols import FinishedRollouts, PendingRollout, RolloutEngine, RolloutRequest
 from ascent.core.types import Prompts, Rollouts
 from ascent.inference.environment_turns import EnvironmentTurns
 from ascent.inference.occupancy import Timeline
@@ -48,9 +48,9 @@ WHOLE = 3600.0
 
 @dataclass(eq=False)
 class UnderWay:
-    """A ticket under way."""
+    """A rollout request in progress."""
 
-    ticket: RolloutRequest
+    request: RolloutRequest
     limit: int
     seeds: Tensor
     answers: dict[tuple[int, int], EngineResponse] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class UnderWay:
     """By response, the latest request of a conversation whose environment is at work."""
 
     def __post_init__(self) -> None:
-        self.missing = [self.ticket.samples] * len(self.ticket.prompts)
+        self.missing = [self.request.samples] * len(self.request.prompts)
 
     def take(self, place: tuple[int, int], answer: EngineResponse) -> None:
         self.answers[place] = answer
@@ -76,7 +76,7 @@ class UnderWay:
 
     def group(self, prompt: int) -> list[EngineResponse]:
         """What is there of its responses."""
-        return [self.answers.get((prompt, sample), EMPTY_RESPONSE) for sample in range(self.ticket.samples)]
+        return [self.answers.get((prompt, sample), EMPTY_RESPONSE) for sample in range(self.request.samples)]
 
 
 @dataclass(eq=False)
@@ -94,11 +94,11 @@ class Asked:
     version: int = -1
 
 
-class RemoteEngine(Sampler):
+class RemoteEngine(RolloutEngine):
     """Draws from servers, which get the learner's weights at each load and are probed before any ticket."""
 
-    fills = frozenset({"reward_greedy"})
-    exact = False
+    provides = frozenset({"reward_greedy"})
+    deterministic = False
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class RemoteEngine(Sampler):
     def load(self, params: dict[str, Tensor], version: int) -> None:
         self.lm.take(params)
         self.version = version
-        if version >= self.first:
+        if version >= self.first_version:
             self._send()
             self._begin_all()
 
@@ -145,10 +145,10 @@ class RemoteEngine(Sampler):
     def submit(self, tickets: list[RolloutRequest]) -> None:
         """Seeds are drawn now, as the local sampler draws them. What comes before any weights waits for them."""
         self.pending += tuple(PendingRollout(ticket, seeds=self._seeds(ticket)) for ticket in tickets)
-        if self.version >= self.first:
+        if self.version >= self.first_version:
             self._begin_all()
 
-    def held(self) -> tuple[PendingRollout, ...]:
+    def snapshot_pending(self) -> tuple[PendingRollout, ...]:
         """With the responses that are whole. Others are drawn anew after a resume, with the same seeds."""
         waiting = [self._arrived.get() for _ in range(self._arrived.qsize())]
         for asked, future in waiting:
@@ -159,19 +159,19 @@ class RemoteEngine(Sampler):
         return tuple(self._held(one) for one in self.pending)
 
     def _held(self, one: PendingRollout) -> PendingRollout:
-        each = self._open.get(one.ticket)
+        each = self._open.get(one.request)
         if each is None or not each.answers:
             return one
-        every = list(range(len(one.ticket.prompts)))
+        every = list(range(len(one.request.prompts)))
         going = torch.tensor([[answer is EMPTY_RESPONSE for answer in each.group(prompt)] for prompt in every])
-        return replace(one, drawn=self._rollouts(each, every), going=going if bool(going.any()) else None)
+        return replace(one, rollouts=self._rollouts(each, every), unfinished=going if bool(going.any()) else None)
 
-    def finished(self, step: int, deadline: float) -> Iterator[FinishedRollouts]:
+    def iter_finished(self, step: int, deadline: float) -> Iterator[FinishedRollouts]:
         self._begin_all(step)
         wanted = [each for ticket, each in self._open.items() if ticket.step == step]
         for each, prompt in self._groups(wanted, deadline, self.timeline):
-            yield FinishedRollouts(each.ticket, torch.tensor([prompt]), self._rollouts(each, [prompt]))
-        self.pending = tuple(one for one in self.pending if one.ticket.step != step)
+            yield FinishedRollouts(each.request, torch.tensor([prompt]), self._rollouts(each, [prompt]))
+        self.pending = tuple(one for one in self.pending if one.request.step != step)
 
     def generate(
         self, prompts: Prompts, samples: int, greedy: bool = False, *, limit: int | None = None, seed: int | None = None
@@ -207,33 +207,33 @@ class RemoteEngine(Sampler):
     def _begin_all(self, step: int = -1) -> None:
         """All that is not begun; conversations only of this step."""
         for one in self.pending:
-            if one.ticket not in self._open and (one.ticket.prompts.play is None or one.ticket.step == step):
+            if one.request not in self._open and (one.request.prompts.play is None or one.request.step == step):
                 self._begin(one, self.limit)
 
     def _begin(self, one: PendingRollout, limit: int) -> UnderWay:
         """Ask for all responses of a ticket, prompt by prompt, but for those that a checkpoint has brought."""
         assert one.seeds is not None
-        prompts, each, ends = one.ticket.prompts, UnderWay(one.ticket, limit, one.seeds), tuple(sorted(self.lm.ends))
-        self._open[one.ticket] = each
+        prompts, each, ends = one.request.prompts, UnderWay(one.request, limit, one.seeds), tuple(sorted(self.lm.ends))
+        self._open[one.request] = each
         limits = self._limits(prompts, limit)
         if prompts.play is not None:
-            luck = list(range(one.seeds.numel())) if one.ticket.greedy else one.seeds.flatten().tolist()
-            episodes = prompts.play(prompts, one.ticket.samples, luck)
-            each.turns = EnvironmentTurns(episodes, limits.repeat_interleave(one.ticket.samples), limit)
+            luck = list(range(one.seeds.numel())) if one.request.greedy else one.seeds.flatten().tolist()
+            episodes = prompts.play(prompts, one.request.samples, luck)
+            each.turns = EnvironmentTurns(episodes, limits.repeat_interleave(one.request.samples), limit)
         for i, row in enumerate(prompts.prompt):
             ids = row[row >= 0].tolist()
-            most = int(limits[i]) if each.turns is None else each.turns.limit(i * one.ticket.samples)
+            most = int(limits[i]) if each.turns is None else each.turns.limit(i * one.request.samples)
             for k, seed in enumerate(one.seeds[i].tolist()):
-                if one.drawn is not None and (one.going is None or not one.going[i, k]):
-                    each.take((i, k), _answer(one.drawn, i, k))
+                if one.rollouts is not None and (one.unfinished is None or not one.unfinished[i, k]):
+                    each.take((i, k), _answer(one.rollouts, i, k))
                     continue
-                request = EngineRequest(ids, most, 0.0 if one.ticket.greedy else self.temperature, seed, ends)
+                request = EngineRequest(ids, most, 0.0 if one.request.greedy else self.temperature, seed, ends)
                 self._ask(Asked(each, (i, k), request))
         return each
 
     def _ask(self, asked: Asked) -> None:
         asked.version = self.version
-        asked.server, future = self.fleet.ask(asked.of.ticket.step, asked.place[0], asked.request)
+        asked.server, future = self.fleet.ask(asked.of.request.step, asked.place[0], asked.request)
         asked.life = asked.server.life
         future.add_done_callback(lambda done: self._arrived.put((asked, done)))
 
@@ -251,7 +251,7 @@ class RemoteEngine(Sampler):
                         each.handed += 1
                         timeline.stop()
                         yield each, each.ready.popleft()
-                if all(each.handed == len(each.ticket.prompts) for each in wanted) or time.monotonic() > until:
+                if all(each.handed == len(each.request.prompts) for each in wanted) or time.monotonic() > until:
                     return
                 timeline.see(min(timeline.lanes, sum(len(server.owed) for server in servers)))
                 for each in wanted:
@@ -261,7 +261,7 @@ class RemoteEngine(Sampler):
         finally:
             timeline.stop()
             for each in wanted:
-                self._open.pop(each.ticket, None)
+                self._open.pop(each.request, None)
                 if each.turns is not None:
                     each.turns.episodes.close()
 
@@ -282,7 +282,7 @@ class RemoteEngine(Sampler):
         assert asked.server is not None
         server = asked.server
         server.owed.discard(future)
-        if asked.of.ticket not in self._open:  # nobody waits for it any more
+        if asked.of.request not in self._open:  # nobody waits for it any more
             return
         try:
             answer = future.result()
@@ -308,7 +308,7 @@ class RemoteEngine(Sampler):
     def _end_turn(self, asked: Asked, turn: EngineResponse) -> None:
         """A turn is there: the response is over, or its environment is asked."""
         each, whole = asked.of, asked.before.then(turn)
-        response = asked.place[0] * each.ticket.samples + asked.place[1]
+        response = asked.place[0] * each.request.samples + asked.place[1]
         if each.turns is None or not (turn.ended or len(whole.tokens) < each.turns.end(response)):
             each.take(asked.place, whole)
         else:
@@ -325,7 +325,7 @@ class RemoteEngine(Sampler):
             if not observed:
                 each.take(asked.place, whole._replace(ended=response in each.turns.over))
                 continue
-            prompt = each.ticket.prompts.prompt[asked.place[0]]
+            prompt = each.request.prompts.prompt[asked.place[0]]
             seed = (asked.request.seed + GOLDEN) % 2**62
             ids, most = prompt[prompt >= 0].tolist() + whole.tokens, each.turns.limit(response) - len(whole.tokens)
             self._ask(replace(asked, request=asked.request._replace(prompt=ids, most=most, seed=seed), before=whole))
@@ -354,11 +354,11 @@ class RemoteEngine(Sampler):
             self._arrived.put(arrived)
         self.fleet.recover(server, why)
         for each in owed:
-            if each.of.ticket in self._open:
+            if each.of.request in self._open:
                 self._ask(each)
 
     def _rollouts(self, each: UnderWay, which: list[int]) -> Rollouts:
-        ticket, groups = each.ticket, [each.group(prompt) for prompt in which]
+        ticket, groups = each.request, [each.group(prompt) for prompt in which]
         prompts = ticket.prompts[torch.tensor(which)]
         width = max(len(answer.tokens) for group in groups for answer in group)
 

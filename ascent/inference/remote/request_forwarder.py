@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from ascent.core.errors import RunError
-from ascent.core.protocols import PendingRollout, RolloutRequest, Sampler
+from ascent.core.protocols import PendingRollout, RolloutEngine, RolloutRequest
 from ascent.core.types import Rollouts
 from ascent.inference.continuous_batching import conversations_drawn
 from ascent.inference.occupancy import Timeline
@@ -198,13 +198,13 @@ class RemoteConversationEngine(RemoteEngine):
 
     latest = Timeline()
 
-    def finished(self, step: int, deadline: float) -> Any:
-        return Sampler.finished(self, step, deadline)
+    def iter_finished(self, step: int, deadline: float) -> Any:
+        return RolloutEngine.iter_finished(self, step, deadline)
 
-    def _whole(self, one: PendingRollout) -> Rollouts:
-        if one.drawn is not None:
-            return one.drawn
-        rollouts = self._now(one.ticket, self._seeds(one.ticket) if one.seeds is None else one.seeds, None)
+    def _generate_all(self, one: PendingRollout) -> Rollouts:
+        if one.rollouts is not None:
+            return one.rollouts
+        rollouts = self._now(one.request, self._seeds(one.request) if one.seeds is None else one.seeds, None)
         self.timeline.add(self.latest)
         return rollouts
 

@@ -202,7 +202,7 @@ class TextTask(BaseTask):
             )
 
     @property
-    def plays(self) -> bool:
+    def has_environment(self) -> bool:
         """Does anything answer the turns of a response?"""
         return bool(self.tools or self.environment or self.agent)
 
@@ -226,7 +226,7 @@ class TextTask(BaseTask):
     @property
     def room(self) -> int:
         """The most tokens behind a prompt: those that are drawn, and in a conversation those that are observed."""
-        if not self.plays:
+        if not self.has_environment:
             return self.max_tokens
         return self.max_context - self.max_prompt if self.max_context else 2 * self.max_tokens
 

@@ -338,7 +338,7 @@ def notes(config: Config, shape: ModelShape, cluster: Cluster) -> list[str]:
         found.append("matrices in 4 bits are made again for every product: reckoned by their bytes, not measured")
     if config.policy.engine != "local":
         found.append(f"sampling is that of Ascent's own sampler: {config.policy.engine} was not measured for plans")
-    if config.task.plays:
+    if config.task.has_environment:
         found.append("turns with an environment are counted as one answer, and its seconds are not counted")
     if cluster.size > SIMULATED:
         found.append(f"{SIMULATED} cards are simulated: the slowest of them stands for the slowest of {cluster.size:,}")

@@ -64,7 +64,7 @@ def go_on(server: StandIn) -> None:
 
 def step(sampler: RemoteEngine, number: int) -> list[Rollouts]:
     """The groups of a step in their order, each of which came once."""
-    done = {int(each.place[0]): each.rollouts for each in sampler.finished(number, 60.0)}
+    done = {int(each.prompt_indices[0]): each.rollouts for each in sampler.iter_finished(number, 60.0)}
     assert sorted(done) == [0, 1, 2]
     return [done[place] for place in sorted(done)]
 
@@ -162,8 +162,8 @@ def test_a_step_goes_before_later_ones_whenever_it_asks(stack: ExitStack) -> Non
     step_of = {}
     for one in world.sampler.pending:
         assert one.seeds is not None
-        step_of |= dict.fromkeys(one.seeds.flatten().tolist(), (one.ticket.step, one.ticket.seed))
-    list(world.sampler.finished(0, 60.0))
+        step_of |= dict.fromkeys(one.seeds.flatten().tolist(), (one.request.step, one.request.seed))
+    list(world.sampler.iter_finished(0, 60.0))
     step(world.sampler, 3)
     order = [step_of[body["sampling_params"]["seed"]] for body in world.server.asked[known:]]
     assert order == [(0, None)] * 5 + [(0, 7)] * 3 + [(3, None)] * 6
@@ -179,13 +179,13 @@ def test_a_checkpoint_holds_whole_responses_and_the_rest_is_drawn_with_the_same_
     prompts = Prompts(prompts_of(), torch.arange(3), limits=torch.tensor([2, 5, 5]))
     world.sampler.submit([RolloutRequest(number, prompts, 2) for number in (1, 2)])
     wait_until_held(world.server, 8)
-    while sum(len(whole(one)) for one in world.sampler.held()) < 4:
+    while sum(len(whole(one)) for one in world.sampler.snapshot_pending()) < 4:
         time.sleep(0.01)
-    tensors, plain = take_apart(world.sampler.held())
+    tensors, plain = take_apart(world.sampler.snapshot_pending())
     world.sampler.close()
     held = put_together(tensors, plain)
     kept = {(i, *place) for i, one in enumerate(held) for place in whole(one)}
-    assert len(kept) == 4 and [one.ticket.step for one in held] == [1, 2]
+    assert len(kept) == 4 and [one.request.step for one in held] == [1, 2]
     go_on(world.server)
     before = len(world.server.asked)
     again = another(world, stack)
@@ -196,17 +196,21 @@ def test_a_checkpoint_holds_whole_responses_and_the_rest_is_drawn_with_the_same_
     expected = [int(one.seeds[place]) for i, one in enumerate(held) for place in places(one) if (i, *place) not in kept]
     assert sorted(seeds) == sorted(expected)
     for i, p, s in kept:
-        assert torch.equal(groups[i][p].response[0, s], held[i].drawn.response[p, s])
-        assert torch.equal(groups[i][p].logp_sampler[0, s], held[i].drawn.logp_sampler[p, s])
+        assert torch.equal(groups[i][p].response[0, s], held[i].rollouts.response[p, s])
+        assert torch.equal(groups[i][p].logp_sampler[0, s], held[i].rollouts.logp_sampler[p, s])
 
 
 def places(one: PendingRollout) -> list[tuple[int, int]]:
-    return [(p, s) for p in range(len(one.ticket.prompts)) for s in range(one.ticket.samples)]
+    return [(p, s) for p in range(len(one.request.prompts)) for s in range(one.request.samples)]
 
 
 def whole(one: PendingRollout) -> list[tuple[int, int]]:
     """Places of responses that a checkpoint has brought."""
-    return [place for place in places(one) if one.drawn is not None and (one.going is None or not one.going[place])]
+    return [
+        place
+        for place in places(one)
+        if one.rollouts is not None and (one.unfinished is None or not one.unfinished[place])
+    ]
 
 
 @pytest.mark.long
@@ -283,13 +287,13 @@ def test_twenty_kills_lose_and_double_nothing(stack: ExitStack, servers: int, mo
         for later in range(number, number + ahead + 1):
             if later not in asked.values():
                 world.sampler.submit(tickets(later, samples=3))
-                (seeds,) = [one.seeds for one in world.sampler.pending if one.ticket.step == later]
+                (seeds,) = [one.seeds for one in world.sampler.pending if one.request.step == later]
                 assert seeds is not None
                 asked |= dict.fromkeys(seeds.flatten().tolist(), later)
         groups = step(world.sampler, number)
         versions = torch.cat([each.version.expand(each.mask.shape)[each.mask] for each in groups])
         assert number - ahead <= int(versions.min()) <= int(versions.max()) <= number
-        assert [one.ticket.step for one in world.sampler.pending] == [number + 1, number + 2]
+        assert [one.request.step for one in world.sampler.pending] == [number + 1, number + 2]
         world.move(0.01)
         number += 1
         assert number < 100

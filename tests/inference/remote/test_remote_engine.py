@@ -230,17 +230,17 @@ def test_groups_come_back_one_by_one_each_once_and_two_tickets_are_kept_apart(st
     ]
     world.sampler.submit(tickets)
     evaluated = world.generate(1, greedy=True)
-    done = list(world.sampler.finished(2, 60.0))
+    done = list(world.sampler.iter_finished(2, 60.0))
     for ticket in tickets[:2]:
-        places = sorted(int(each.place[0]) for each in done if each.ticket is ticket)
+        places = sorted(int(each.prompt_indices[0]) for each in done if each.request is ticket)
         assert places == [0, 1, 2]
-    later = list(world.sampler.finished(3, 60.0))
-    assert sorted(int(each.place[0]) for each in later) == [0, 1, 2] and len(done) == 6
+    later = list(world.sampler.iter_finished(3, 60.0))
+    assert sorted(int(each.prompt_indices[0]) for each in later) == [0, 1, 2] and len(done) == 6
     assert world.sampler.timeline.lanes == 18, "as many as there are responses under way, without the evaluation's"
     whole = world.generate(3, seed=7)
     for each in done:
-        if each.ticket is tickets[0]:
-            picked = whole.select(each.place)
+        if each.request is tickets[0]:
+            picked = whole.select(each.prompt_indices)
             width = each.rollouts.mask.shape[-1]
             assert torch.equal(each.rollouts.response, picked.response[..., :width] * each.rollouts.mask)
     assert evaluated.mask.shape[:2] == (3, 1)
@@ -448,11 +448,11 @@ def test_a_server_that_comes_back_gets_weights_and_a_probe_before_any_ticket(sta
     world.server.die_after = len(world.server.asked) + 3
     revived, known = stack.enter_context(reviving(world.server)), len(world.server.calls)
     world.sampler.submit([RolloutRequest(0, Prompts.of(prompts_of()), 4, seed=5)])
-    done = list(world.sampler.finished(0, 60.0))
-    assert revived and sorted(int(each.place[0]) for each in done) == [0, 1, 2]
+    done = list(world.sampler.iter_finished(0, 60.0))
+    assert revived and sorted(int(each.prompt_indices[0]) for each in done) == [0, 1, 2]
     for each in done:
         width = each.rollouts.mask.shape[-1]
-        assert torch.equal(each.rollouts.response, expected.select(each.place).response[..., :width])
+        assert torch.equal(each.rollouts.response, expected.select(each.prompt_indices).response[..., :width])
     calls = world.server.calls[known:]
     assert calls.count("/finish_weight_update") == 1 and calls.count("probe") == 2
     assert calls.index("/resume") < calls.index("probe")
@@ -520,7 +520,7 @@ def test_after_the_loops_deadline_the_missing_groups_stay_missing(stack: ExitSta
     world.server.hang_after = len(world.server.asked)
     world.sampler.look = 60.0
     world.sampler.submit([RolloutRequest(0, Prompts.of(prompts_of()), 2, seed=5)])
-    assert list(world.sampler.finished(0, 0.1)) == []
+    assert list(world.sampler.iter_finished(0, 0.1)) == []
 
 
 @pytest.mark.long
@@ -558,7 +558,7 @@ def test_weights_that_were_not_sent_while_a_journal_was_replayed_are_sent_with_t
     stack: ExitStack,
 ) -> None:
     world = World(stack)
-    world.sampler.first = 3
+    world.sampler.first_version = 3
     world.load(0)
     assert not world.server.calls and world.sampler.fleet.version != 0
     rollouts = world.generate()
@@ -609,7 +609,7 @@ def test_servers_for_agents_draw_plain_prompts_as_for_anybody(stack: ExitStack) 
     prompts = Prompts.of(prompts_of())
     same(visited.generate(prompts, 2, seed=7), want)
     ticket = RolloutRequest(0, prompts, 2, seed=7)
-    assert visited._whole(PendingRollout(ticket, drawn=want)) is want, (
+    assert visited._generate_all(PendingRollout(ticket, rollouts=want)) is want, (
         "what a checkpoint has brought is not drawn again"
     )
 
@@ -732,7 +732,7 @@ def test_a_server_is_started_watched_started_again_after_a_kill_and_ended(tmp_pa
         expected = sampler.generate(Prompts.of(prompts_of()), 4, seed=5)
         sampler.submit([RolloutRequest(0, Prompts.of(prompts_of()), 4, seed=5)])
         os.killpg(first, signal.SIGKILL)
-        done = {int(each.place[0]): each.rollouts for each in sampler.finished(0, 300.0)}
+        done = {int(each.prompt_indices[0]): each.rollouts for each in sampler.iter_finished(0, 300.0)}
         assert sorted(done) == [0, 1, 2]
         for place, rollouts in done.items():
             width = rollouts.mask.shape[-1]
@@ -819,7 +819,7 @@ def test_the_worker_inside_vllm_imports_nothing_of_ascent() -> None:
 def test_a_served_sampler_draws_at_most_its_room_and_the_server_holds_prompts_too(engine: str) -> None:
     given = {"engine": engine, "engine.url": "http://127.0.0.1:1", "model": "m", "temperature": 0.5}
     config = configure("gsm8k", given | {"max_tokens": 100, "max_prompt": 40})
-    sampler = LanguageBackend().served_sampler(config, model_of(**SMALL), torch.Generator())
+    sampler = LanguageBackend().remote_engine(config, model_of(**SMALL), torch.Generator())
     assert (sampler.limit, sampler.temperature, sampler.most) == (100, 0.5, 0)
     assert sampler.fleet._serving.length == 140
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ascent.core.advantages import Advantage, Credit
+from ascent.core.advantages import Advantage, Advantages
 from ascent.core.algorithms import Algorithm
 from ascent.core.types import Batch, Rollouts, Scores, Space, State
 from ascent.lab.figure_base import ControlState, DataTable, Figure, Look, Slider, short, signed
@@ -51,7 +51,7 @@ class Minus(Advantage):
     """b"""
     group = False
 
-    def __call__(self, batch: Batch, state: State) -> Credit:
+    def __call__(self, batch: Batch, state: State) -> Advantages:
         return batch.reward - self.baseline
 
 

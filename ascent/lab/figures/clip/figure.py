@@ -150,13 +150,13 @@ def _recorded(run: Path, step: int) -> tuple[list[float], list[float]]:
 def _sampled_now() -> tuple[list[float], list[float]]:
     """One step of the lecture's default settings, in memory: where no run has been recorded yet."""
     from ascent.build.assemble import assemble
-    from ascent.core.loop import Clock, collect
+    from ascent.core.loop import PhaseTimer, collect
     from ascent.settings import configure
 
     config = configure("lecture", {"threads": 1})
     parts, algorithm = assemble(config), config.algorithm
-    batch, _ = collect(parts.task, parts.sampler, algorithm, config, parts.streams.prompts, Clock())
-    batch, state = algorithm.credit(batch.add(logp_old=batch.logp_sampler), algorithm.start())
+    batch, _ = collect(parts.task, parts.engine, algorithm, config, parts.streams.prompts, PhaseTimer())
+    batch, state = algorithm.compute_advantages(batch.add(logp_old=batch.logp_sampler), algorithm.start())
     batch = batch.add(**algorithm.scalars(state, 0.0))
     mini = batch.add(weight=algorithm.weights(batch))
     for _ in range(config.epochs):

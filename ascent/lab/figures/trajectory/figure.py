@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from ascent.build.small_backend import SmallBackend
 from ascent.core.advantages import ADVANTAGES
-from ascent.core.loop import scored
+from ascent.core.loop import score_rollouts
 from ascent.core.menu import name_of
 from ascent.core.types import Batch, Prompts
 from ascent.core.values import GAE
@@ -100,7 +100,7 @@ def group_of(prompt: int, temperature: float, seed: int) -> Batch:
     bound, prompts = SmallBackend().bind(world.task, None, {}), Prompts.of(torch.tensor([world.prompt]))
     if world.plays:
         prompts = replace(prompts, play=bound.player)
-    batch, _ = scored(bound, sampler.generate(prompts, _GROUP))
+    batch, _ = score_rollouts(bound, sampler.generate(prompts, _GROUP))
     table = _oracle(prompt, temperature)
     every = {_words(table.batch, row): row for row in range(table.batch.mask.shape[1])}
     rows = torch.tensor([every[_words(batch, sample)] for sample in range(_GROUP)])

@@ -107,7 +107,7 @@ def sampled_gradients(
     rows = torch.multinomial(table.probability, count * samples, replacement=True, generator=generator)
     index = rows.view(count, samples)
     batch = pick(table.filled(algorithm.needs), index)
-    batch, _ = algorithm.credit(batch, state)
+    batch, _ = algorithm.compute_advantages(batch, state)
     mini = batch.add(weight=algorithm.weights(batch) * count)  # each group is a batch of its own
     outputs = table.outputs(algorithm.outputs)
     logp = outputs.logp.detach()[0][index].requires_grad_()
