@@ -23,7 +23,7 @@ BUCKET = 2**24
 PATIENCE = 7200.0
 """Seconds for which rank 0 may have nothing to order, as long as it lives: rewards and evaluations take their time."""
 PHASES = {"part": "generate", "load": "sync", "step": "update", "fit": "update", "mix_reference": "sync"}
-PHASES |= {"state": "checkpoint", "restore": "checkpoint", "accompanied": "trial"}
+PHASES |= {"state": "checkpoint", "restore": "checkpoint", "on_rank_zero": "trial"}
 
 
 JOINED: list[Ranks] = []

@@ -59,7 +59,7 @@ class RankZeroLearner:
         """Where rank 0 has all parameters, it computes the whole batch."""
         if not self.inner.alone:
             with self.ranks.work():
-                self.ranks.tell("learner", "accompanied", name, sent(mini.share(slice(0, 0))))
+                self.ranks.tell("learner", "on_rank_zero", name, sent(mini.share(slice(0, 0))))
                 return self.inner.on_rank_zero(name, mini, objective)
         self.inner.ranks = SINGLE_PROCESS
         try:

@@ -120,7 +120,7 @@ def _layer_bytes(lm: LanguageModel) -> int:
 
 def activation_bytes_per_token(lm: LanguageModel) -> int:
     """What autograd keeps of one more token, measured: by forward passes over two short responses."""
-    if not hasattr(lm, "kept_bytes"):
+    if not hasattr(lm, "activation_bytes_per_token"):
         few, more = (_kept(lm, tokens) for tokens in PROBE)
         lm.activation_bytes_per_token = max(0, more - few) // (PROBE[1] - PROBE[0])  # type: ignore[assignment]
     return lm.activation_bytes_per_token  # type: ignore[return-value]

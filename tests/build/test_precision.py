@@ -59,7 +59,7 @@ def test_where_float16_is_taken(more: dict[str, Any], why: str | None, tiny_fold
 
 @pytest.mark.usefixtures("card")
 def test_neither_several_ranks_nor_a_cpu_take_it(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "launched", lambda: True)
+    monkeypatch.setattr(precision, "is_torchrun_process", lambda: True)
     assert "ranks" in str(why_not_float16(config(tiny_folder)))
     monkeypatch.undo()
     assert "GPU" in str(why_not_float16(config(tiny_folder)))

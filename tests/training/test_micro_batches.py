@@ -158,7 +158,7 @@ def test_a_card_takes_what_it_should_hold(monkeypatch: pytest.MonkeyPatch) -> No
     layer, repeated = 4 * (11 * 32 + 4 * 48), 3 * 2 * 4 * 8 * 4
     assert repeat_bytes(lm, flash=False) == repeated
     assert repeat_bytes(lm, flash=True) == 2 * 8 * (5 * 4 + 4) + 4 * 4 * 8 * 4 + 24
-    monkeypatch.setattr(planning, "kept_bytes", lambda _: 3 * layer)
+    monkeypatch.setattr(planning, "activation_bytes_per_token", lambda _: 3 * layer)
     monkeypatch.setattr(type(lm), "device", torch.device("cuda"))
     monkeypatch.setattr(planning, "segment_kernel", lambda _: None)
     assert bytes_per_token(lm, False) == 4 * layer and bytes_per_token(lm, True) == 2 * layer + 3 * 4 * 32
@@ -170,7 +170,7 @@ def test_a_card_takes_what_it_should_hold(monkeypatch: pytest.MonkeyPatch) -> No
     assert plan_micro_batches(lm, True) == Plan(again, repeated / bytes_per_token(lm, True), True, 0)
     assert plan_micro_batches(lm, False, reference=True).tokens < 60
     assert plan_micro_batches(lm, False, critic=LanguageCritic(lm, shared=False)).tokens < 60
-    monkeypatch.setattr(planning, "kept_bytes", lambda _: 6 * layer)
+    monkeypatch.setattr(planning, "activation_bytes_per_token", lambda _: 6 * layer)
     assert plan_micro_batches(lm, False).tokens == 60 * 4 // 8, "what was measured counts"
 
 
