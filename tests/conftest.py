@@ -76,6 +76,7 @@ def state_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     (root / "state").mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(root / "state"))
+        patch.setenv("COLUMNS", "160")  # the same with and without xdist, whose workers have no terminal
         patch.setattr(os, "fsync", lambda file: os.fstat(file) and None)
         yield
 
