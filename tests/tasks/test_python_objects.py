@@ -921,7 +921,9 @@ def test_an_error_in_this_process_is_that_of_every_response() -> None:
 
     outcomes = InProcess(read_call(ascent.batch(fail)), 1.0)(jobs(3))
     assert len(outcomes) == 3
-    assert all(re.fullmatch(r"ValueError: not for 3 \(test_python_objects.py, line \d+\)", o.error or "") for o in outcomes)
+    assert all(
+        re.fullmatch(r"ValueError: not for 3 \(test_python_objects.py, line \d+\)", o.error or "") for o in outcomes
+    )
 
 
 def test_a_stream_without_rows_to_train_on_or_to_test_on() -> None:
