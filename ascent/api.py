@@ -468,7 +468,7 @@ def drive(begun: Begun, driven: bool = False) -> Generator[TrainingStep, None, N
         except Exception as error:
             trouble = _trouble(error, folder.path)
             folder.run |= {"status": "failed", "reason": str(trouble)}
-            writer.trouble(str(trouble))
+            writer.record_error(str(trouble))
             raise trouble from (None if trouble is error else error)
         finally:
             end(parts, folder, display, writer)

@@ -5,7 +5,7 @@
 Every prompt repeats a number. The reward asks whether a number appears, but not how often, so wrong answers can earn
 the full reward. `value` is the held-out reward as a share of its maximum (target: at least 99 %). The peer is the
 held-out exact accuracy, which must stay under 50 %. Both are greedy. The run itself must report it: in the words of
-run.json's result, and as a flag in events.jsonl.
+run.json's result, and as an alert in events.jsonl.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import ascent
 from benchmarks.common import close
 
 SHARE, ACCURACY = 0.99, 0.5
-FLAG = "reward-without-accuracy"
+ALERT = "reward-without-accuracy"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,11 +33,11 @@ def main(argv: list[str] | None = None) -> int:
         run = ascent.train("sort", out=Path(folder) / "run", show=False, **settings)
         result, events = run.info["result"], run.events
     share, accuracy = result["eval/reward"] / result["max_reward"], result["eval/accuracy"]
-    flags = [event for event in events if event.get("event") == "flag" and event.get("name") == FLAG]
-    for event in flags:
-        print(f"flag at step {event['step']}: {event['text']}")
+    alerts = [event for event in events if event.get("event") == "alert" and event.get("name") == ALERT]
+    for event in alerts:
+        print(f"alert at step {event['step']}: {event['text']}")
     print(*(f"result: {word}" for word in result["words"]), sep="\n")
-    says = bool(flags) and any(word.startswith("Reward without accuracy") for word in result["words"])
+    says = bool(alerts) and any(word.startswith("Reward without accuracy") for word in result["words"])
     ok = share >= SHARE and accuracy < ACCURACY and says
     return close("loophole", share, accuracy, SHARE, ok, accuracy_below=ACCURACY, says_so=says)[1]
 

@@ -63,7 +63,7 @@ class ShowCommand(Command):
 
 @dataclass
 class ReportCommand(Command):
-    """A run as one HTML file to send to a colleague: result, flags, curves, completions, settings.
+    """A run as one HTML file to send to a colleague: result, alerts, curves, completions, settings.
 
       ascent report RUN
       ascent report RUN --out findings.html
@@ -131,8 +131,10 @@ def summary(run: Run) -> str:
         columns.pop(short_name("reward_errors"), None)
     shown = _fitting({name: [cell_text(line.get(key)) for line in picked] for name, key in columns.items()})
     words = [wrapped(str(word)) for word in (run.result or {}).get("words") or []]
-    flags = [wrapped(f"Flag at step {e.get('step')}: {e.get('text')}") for e in run.events if e.get("event") == "flag"]
-    return "\n".join([*head, "", *shown, "", *words, *flags]).rstrip()
+    alerts = [
+        wrapped(f"Alert at step {e.get('step')}: {e.get('text')}") for e in run.events if e.get("event") == "alert"
+    ]
+    return "\n".join([*head, "", *shown, "", *words, *alerts]).rstrip()
 
 
 def _fitting(columns: dict[str, list[str]]) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ascent.core.errors import ConfigError
-from ascent.runs.alerts.trend_alerts import flag_events
+from ascent.runs.alerts.trend_alerts import alert_events
 from ascent.runs.parquet_reader import open_parquet
 from ascent.runs.run_folder import mark_nonfinite
 from ascent.runs.untrusted_files import (
@@ -37,7 +37,7 @@ APART = 1e-3
 _rows = FileCache(200_000)
 _lines = FileCache(20_000)
 _logs = FileCache(50)
-_flags = FileCache(200)
+_alerts = FileCache(200)
 
 
 class Trl:
@@ -307,11 +307,11 @@ def fingerprint(folder: Path) -> bytes:
 
 
 def foreign_events(folder: Path) -> list[dict[str, Any]]:
-    """The flags that our own trainer would have raised; computed again when a file has changed."""
-    return _flags(folder, lambda: _raised_flags(folder), fingerprint(folder))
+    """The alerts that our own trainer would have raised; computed again when a file has changed."""
+    return _alerts(folder, lambda: _raised_alerts(folder), fingerprint(folder))
 
 
-def _raised_flags(folder: Path) -> list[dict[str, Any]]:
+def _raised_alerts(folder: Path) -> list[dict[str, Any]]:
     reader, files = reader_of(folder)
     names = _reward_names(reader, folder)
 
@@ -320,7 +320,7 @@ def _raised_flags(folder: Path) -> list[dict[str, Any]]:
             return _read(reader, files[step], names)
         return []
 
-    return flag_events(foreign_lines(folder)[0], list(files), rows_of)
+    return alert_events(foreign_lines(folder)[0], list(files), rows_of)
 
 
 def _summary(reader: Reader, path: Path, step: int, names: tuple[str, ...] | None) -> dict[str, Any]:

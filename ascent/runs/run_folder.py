@@ -3,7 +3,7 @@
 run.json       status, result, versions; replaced as a whole
 config.json    every setting, resolved, with the objective in words
 metrics.jsonl  one line per step      updates.jsonl  one line per optimizer update
-events.jsonl   flags and trouble      lanes.jsonl    one line per step: how many responses were decoded at once
+events.jsonl   alerts, notes, errors      lanes.jsonl    one line per step: how many responses were decoded at once
 rollouts/      sampled responses, one Parquet file per step
 held_out/      greedy answers to held-out prompts, one Parquet file per evaluation
 checkpoints/   step_000100/…          .lock          held while a process writes here

@@ -55,7 +55,7 @@ class RunWriter:
         """Where the sampler notes how many responses it decodes at once."""
         self.pieces = Pieces(task)
         self.files = {name: open(folder.path / name, "a") for name in JSONL_FILES}  # noqa: SIM115 (open as long as the run)
-        self.flagged = {str(event["name"]) for event in read_lines(folder.path / "events.jsonl") if "name" in event}
+        self.alerted = {str(event["name"]) for event in read_lines(folder.path / "events.jsonl") if "name" in event}
         lines = read_metrics(folder.path / "metrics.jsonl")
         self.watch = RunAlerts(task.max_reward, step_alerts.reward_weights(task)) if config.data == "samples" else None
         if self.watch is not None:
@@ -100,13 +100,13 @@ class RunWriter:
         if self.config.keep_best and (now := evaluation_score(line)) is not None:
             self._fresh_best = self.best_step is None or now > self.best_step[1]
             self.best_step = (step + 1, now) if self._fresh_best else self.best_step
-        for flag in self._flags(step, line, batch):
-            if flag.name not in self.flagged:
-                self.flagged.add(flag.name)
+        for alert in self._alerts(step, line, batch):
+            if alert.name not in self.alerted:
+                self.alerted.add(alert.name)
                 newest = step if self._recorded(step) else step - step % self.config.record_every
                 recorded = None if self.config.record_rollouts == "none" else newest
-                self._line("events.jsonl", flag.event(step, recorded))
-                self.display.say(f"step {step}: {flag.text}")
+                self._line("events.jsonl", alert.event(step, recorded))
+                self.display.say(f"step {step}: {alert.text}")
         path, most = self.folder.path, self.config.record_rollouts
         if self._recorded(step):
             rollout_files.write_rollouts(path, step, batch, minis, updates, most, self.pieces)
@@ -136,8 +136,8 @@ class RunWriter:
     def best(self) -> bool:
         return self._fresh_best
 
-    def _flags(self, step: int, line: dict[str, Any], batch: Batch) -> list[Alert]:
-        """The flags of this step, with their evidence."""
+    def _alerts(self, step: int, line: dict[str, Any], batch: Batch) -> list[Alert]:
+        """The alerts of this step, with their evidence."""
         first = self.watch.first if self.watch is not None else {}
         warnings = step_alerts.metric_warnings(line, self.task)
         worlds = [error for error in batch.errors if environment_failed(error)]
@@ -152,14 +152,14 @@ class RunWriter:
                     f"(--max-reward-errors). The first: {errors[0]}"
                 )
                 warnings.append((name, text))
-        flags = [step_alerts.with_evidence(name, text, line, first) for name, text in warnings]
+        alerts = [step_alerts.with_evidence(name, text, line, first) for name, text in warnings]
         if self.watch is None:
-            return flags
-        flags += self.watch.see(line)
-        if self._due(step) and "one-answer" not in self.flagged:
+            return alerts
+        alerts += self.watch.see(line)
+        if self._due(step) and "one-answer" not in self.alerted:
             given = step_alerts.batch_responses(batch)
-            flags += step_alerts.one_answer(step, given, lambda tokens: self.task.text(list(tokens)))
-        return flags
+            alerts += step_alerts.one_answer(step, given, lambda tokens: self.task.text(list(tokens)))
+        return alerts
 
     def _recorded(self, step: int) -> bool:
         which = self.config.record_rollouts
@@ -217,15 +217,15 @@ class RunWriter:
         return not saved or (self.config.algorithm.reference.kept and not held)
 
     def dump(self, step: int, batch: Batch) -> str:
-        path: Path = self.folder.path / f"trouble_step_{step:06d}.safetensors"
+        path: Path = self.folder.path / f"failed_step_{step:06d}.safetensors"
         own = {k: v.clone(memory_format=contiguous_format) for k, v in vars(batch).items() if isinstance(v, Tensor)}
         save_file(own, unlinked(path))
         if self.journal is not None:  # a resume draws it anew
             self.journal.keep(0, step)
         return str(path)
 
-    def trouble(self, text: str) -> None:
-        self._event("trouble", text)
+    def record_error(self, text: str) -> None:
+        self._event("error", text)
 
     def say(self, text: str) -> None:
         """Write a note to the display and to events.jsonl."""

@@ -56,8 +56,14 @@ def poisoned(stage: Path, folder: Path, words: str) -> Path:
         rows = pq.read_table(path).to_pylist()
         named = {"prompt_text": words, "response_text": words, "reason": words}
         write_parquet(path, [row | named | {"pieces": [words] * len(row["pieces"])} for row in rows], len(rows))
-    flag = {"step": 0, "event": "flag", "name": f"odd{words}", "text": words, "evidence": {"metrics": {words: [0, 1]}}}
-    (run / "events.jsonl").write_text(json.dumps(flag) + "\n" + json.dumps(flag | {"name": "reward-errors"}) + "\n")
+    alert = {
+        "step": 0,
+        "event": "alert",
+        "name": f"odd{words}",
+        "text": words,
+        "evidence": {"metrics": {words: [0, 1]}},
+    }
+    (run / "events.jsonl").write_text(json.dumps(alert) + "\n" + json.dumps(alert | {"name": "reward-errors"}) + "\n")
     about = json.loads((run / "run.json").read_text())
     told = {"task": words, "label": words, "seed": words, "status": "failed", "reason": words}
     about |= told | {

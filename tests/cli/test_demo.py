@@ -10,7 +10,7 @@ import pytest
 
 from ascent.build.trained_run import Run
 from ascent.cli.main import main
-from tests.runs.test_alerts import flags_in
+from tests.runs.test_alerts import alerts_in
 
 
 @pytest.mark.smoke
@@ -33,9 +33,9 @@ def test_the_demo_is_stuck_then_solved_then_hacked(
     assert hacked["eval/reward"] >= 0.95 * hacked["max_reward"] and hacked["eval/accuracy"] < 0.5
     assert any(word.startswith("Reward without accuracy") for word in hacked["words"])
 
-    assert flags_in(ours) == {}, "a run that learns raises no flag"
+    assert alerts_in(ours) == {}, "a run that learns raises no alert"
     assert "which gives group credit nothing to compare" in " ".join(stuck["words"])
-    check_collapse(course, flags_in(course)["entropy-collapse"])
+    check_collapse(course, alerts_in(course)["entropy-collapse"])
 
     assert len(course.metrics) == len(ours.metrics), "the same budget"
     assert sum(m["num_responses"] for m in course.metrics) == sum(m["num_responses"] for m in ours.metrics) == 3000
@@ -59,7 +59,7 @@ def test_the_demo_is_stuck_then_solved_then_hacked(
 
 
 def check_collapse(run: Run, event: dict[str, Any]) -> None:
-    """The evidence of the flag is the metrics' own means, over the steps that it names."""
+    """The evidence of the alert is the metrics' own means, over the steps that it names."""
     evidence = event["evidence"]
     start, now = evidence["metrics"]["entropy"]
     assert now < 0.1 * start and evidence["rollouts"]["step"] % 20 == 0

@@ -72,7 +72,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("markup") / "runs"
     settings = {"length": 3, "numbers": 4, "policy.width": 8, "policy.layers": 1, "policy.heads": 2, "prompts": 3}
     ascent.train("sort", steps=4, record_every=1, eval_prompts=3, show=False, out=root / "plain", **settings)
-    alert = {"step": 1, "event": "flag", "name": "entropy_collapse", "text": "low", "evidence": {"metrics": {"x": [1]}}}
+    alert = {
+        "step": 1,
+        "event": "alert",
+        "name": "entropy_collapse",
+        "text": "low",
+        "evidence": {"metrics": {"x": [1]}},
+    }
     with open(root / "plain" / "events.jsonl", "a") as file:
         file.write(json.dumps(alert) + "\n")
     (root / "plain" / "notes.json").write_text(json.dumps({"text": "mine", "tags": ["a"], "revision": ""}))

@@ -335,11 +335,11 @@ def test_missing_and_torn_files_are_said_and_cost_nothing_else(tmp_path: Path) -
     (run / "metrics.jsonl").unlink()
     (run / "config.json").write_text("{")
     with open(run / "events.jsonl", "a") as file:
-        file.write('{"step": 1, "event": "flag", "name": "x", "text": "y"}\nnonsense\n{"step"')
+        file.write('{"step": 1, "event": "alert", "name": "x", "text": "y"}\nnonsense\n{"step"')
     found = run_page(find_run(tmp_path / "runs", "r"), Library())
     assert any("metrics.jsonl is missing" in text for text in found["problems"])
     assert any("config.json cannot be read" in text for text in found["problems"])
-    assert found["flags"] == ["x"] and found["charts"] == [] and found["status"] == "finished"
+    assert found["alerts"] == ["x"] and found["charts"] == [] and found["status"] == "finished"
     (run / "run.json").write_text("[]")
     row = run_row(find_run(tmp_path / "runs", "r"))
     assert row["status"] == "unreadable" and "run.json is not a JSON object" in row["said"]
@@ -368,7 +368,7 @@ def test_a_run_that_breaks_its_row_is_in_the_list_with_the_reason(
     monkeypatch.setattr("ascent.lab.pages.runs.page.run_row", breaks)
     found = run_row_or_reason(place)
     assert found["said"].startswith("its files cannot be read: ZeroDivisionError: xxx") and len(found["said"]) == 300
-    assert (found["id"], found["kind"], found["tags"], found["flags"]) == ("r", "ascent", [], [])
+    assert (found["id"], found["kind"], found["tags"], found["alerts"]) == ("r", "ascent", [], [])
 
 
 def test_a_run_killed_before_it_began_is_in_the_list(tmp_path: Path) -> None:

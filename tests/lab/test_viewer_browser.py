@@ -22,9 +22,9 @@ from tests.browser import PATIENCE, Lab, Screen, chromium, serious, until
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 EVIL = "<img src=x onerror=document.title=1><script>document.title=1<"
 STEPS = 1500
-FLAG = {
+ALERT = {
     "step": 9,
-    "event": "flag",
+    "event": "alert",
     "name": "entropy_collapse",
     "text": f"Entropy fell from 1.1 to 0.2. {EVIL}",
     "evidence": {
@@ -67,7 +67,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     evil = root / f"evil {EVIL}"
     (evil / "notes.json").write_text(json.dumps({"text": f"note {EVIL}", "tags": [f"tag {EVIL}"[:40]]}))
-    (evil / "events.jsonl").write_text(json.dumps(FLAG) + "\n")
+    (evil / "events.jsonl").write_text(json.dumps(ALERT) + "\n")
     changed(evil / "config.json", objective=f"objective {EVIL}", policy={"name": EVIL, EVIL: 1})
     changed(evil / "run.json", task={"a": EVIL}, label=EVIL)
     changed(root / "live" / "run.json", status="running", steps=40)
@@ -141,7 +141,7 @@ def test_the_list_sorts_filters_and_keeps_it_in_the_address(screen: Screen) -> N
         "Curve",
         "Right",
         "Reward",
-        "Flags",
+        "Alerts",
         "Task",
         "Method",
         "Seed",
@@ -405,11 +405,11 @@ def test_back_undoes_a_zoom_and_comes_back_to_where_one_was(screen: Screen) -> N
 
 
 def test_a_flag_of_one_step_is_seen_with_what_is_around_it(screen: Screen, runs: Path) -> None:
-    flag = FLAG | {"step": 400, "evidence": {"metrics": {}, "steps": [400, 400]}}
-    (runs / "long" / "events.jsonl").write_text(json.dumps(flag) + "\n")
+    alert = ALERT | {"step": 400, "evidence": {"metrics": {}, "steps": [400, 400]}}
+    (runs / "long" / "events.jsonl").write_text(json.dumps(alert) + "\n")
     opened(screen, "/run?id=long")
-    assert screen.text(".flag button") == "see step 400"
-    screen.page.click(".flag button")
+    assert screen.text(".alert button") == "see step 400"
+    screen.page.click(".alert button")
     until(lambda: (query(screen).get("from"), query(screen).get("to")) == (["355"], ["445"]))
     until(lambda: "step 400" in screen.text(".at"))
     until(lambda: screen.page.evaluate("scrollY") > 0)
@@ -497,11 +497,11 @@ def test_text_of_a_run_is_never_html(screen: Screen) -> None:
         and EVIL in screen.text(".objective")
     )
     until(lambda: unfolded(screen) and EVIL in screen.text(".fold .pairs") and EVIL in screen.text(".facts"))
-    flag = screen.page.locator(".flag")
-    assert "entropy collapse" in flag.inner_text() and EVIL in flag.inner_text() and "1.1 → 0.2" in flag.inner_text()
-    link = parse_qs(urlsplit(flag.locator("a").get_attribute("href")).query)
+    alert = screen.page.locator(".alert")
+    assert "entropy collapse" in alert.inner_text() and EVIL in alert.inner_text() and "1.1 → 0.2" in alert.inner_text()
+    link = parse_qs(urlsplit(alert.locator("a").get_attribute("href")).query)
     assert link == {"id": [f"evil {EVIL}"], "step": ["8"], "show": ["wrong"], "q": ["1 2"]}
-    flag.locator("button").click()
+    alert.locator("button").click()
     until(lambda: query(screen).get("from") == ["4"] and query(screen)["to"] == ["9"])
     assert screen.page.locator("main img, main script").count() == 0 and screen.page.title() != "1"
 

@@ -261,7 +261,7 @@ def test_flags_are_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for step in range(1, 4):
         write_verl(tmp_path, step, [answer(f"prompt {p} of {step}", "the same", 1.0, acc=0) for p in range(16)])
     found = foreign_runs.foreign_events(tmp_path)
-    assert [event["event"] for event in found] == ["flag"] * len(found) != []
+    assert [event["event"] for event in found] == ["alert"] * len(found) != []
     assert found[0]["evidence"]["rollouts"]["step"] in (1, 2, 3)
     monkeypatch.setattr(foreign_runs, "foreign_lines", lambda _: pytest.fail("read again, though nothing has changed"))
     assert foreign_runs.foreign_events(tmp_path) == found

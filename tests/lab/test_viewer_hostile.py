@@ -140,7 +140,7 @@ def linked_files(run: Path) -> None:
     outside = run.parent.parent / "outside"
     shutil.copytree(run, outside)
     (outside / "metrics.jsonl").write_text('{"step": 7, "SECRET": 1}\n')
-    (outside / "events.jsonl").write_text('{"step": 1, "event": "flag", "name": "SECRET", "text": "SECRET"}\n')
+    (outside / "events.jsonl").write_text('{"step": 1, "event": "alert", "name": "SECRET", "text": "SECRET"}\n')
     columns(NEWEST, response_text=["SECRET"])(outside)
     shutil.rmtree(run / "rollouts")
     for name in ("rollouts", "metrics.jsonl", "events.jsonl"):
@@ -205,9 +205,9 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "config-odd": replaced("config.json", '{"loss": {"name": 5}, "seed": NaN, "task": null}'),
     "events-odd": replaced(
         "events.jsonl",
-        '{"step": 1, "event": "flag", "name": ["x"], "text": 5}\n{"step": NaN, "event": "flag", "name": "a"}\n'
-        '{"step": 1, "event": "flag", "name": "\\ud800", "evidence": {"metrics": {"a": [%s, null]}, "steps": "x"}}\n'
-        '{"step": 1, "event": "flag", "name": "b", "evidence": [1]}\n[]\n' % BIG,
+        '{"step": 1, "event": "alert", "name": ["x"], "text": 5}\n{"step": NaN, "event": "alert", "name": "a"}\n'
+        '{"step": 1, "event": "alert", "name": "\\ud800", "evidence": {"metrics": {"a": [%s, null]}, "steps": "x"}}\n'
+        '{"step": 1, "event": "alert", "name": "b", "evidence": [1]}\n[]\n' % BIG,
     ),
     "notes-odd": replaced("notes.json", '{"text": 5, "tags": ["\\ud800", 3, null]}'),
     "rollouts-odd": odd_rollouts,

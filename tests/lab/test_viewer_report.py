@@ -188,17 +188,17 @@ def test_completions_have_their_numbers_and_a_choice_without_a_script(run: Path,
 
 
 @pytest.mark.long
-def test_flags_show_their_evidence(run: Path, made: Any) -> None:
+def test_alerts_show_their_evidence(run: Path, made: Any) -> None:
     evidence = {
         "metrics": {"reward": [1.25, 2.5]},
         "steps": [0, 4],
         "rollouts": {"step": 4, "show": "wrong", "q": "a<b"},
     }
-    flag = {"step": 4, "event": "flag", "name": "length-drift", "text": "longer & longer", "evidence": evidence}
-    old = {"step": 2, "event": "flag", "name": "old-one", "text": "without evidence"}
-    odd = {"step": 3, "event": "flag", "evidence": {"metrics": {"kl": 3}, "steps": 7, "rollouts": []}}
+    alert = {"step": 4, "event": "alert", "name": "length-drift", "text": "longer & longer", "evidence": evidence}
+    old = {"step": 2, "event": "alert", "name": "old-one", "text": "without evidence"}
+    odd = {"step": 3, "event": "alert", "evidence": {"metrics": {"kl": 3}, "steps": 7, "rollouts": []}}
     (run / "events.jsonl").write_text(
-        "".join(json.dumps(e) + "\n" for e in (flag, old, odd, {"step": 1, "event": "note", "text": "hm"}))
+        "".join(json.dumps(e) + "\n" for e in (alert, old, odd, {"step": 1, "event": "note", "text": "hm"}))
     )
     page = made(run)
     assert "length drift, step 4" in page.text and "longer & longer" in page.text and "without evidence" in page.text
@@ -206,9 +206,9 @@ def test_flags_show_their_evidence(run: Path, made: Any) -> None:
     assert {"1.25", "2.5"} <= {a["value"] for a in page.all("data")} and "hm" in page.text
 
 
-def flagged(run: Path, *named: dict[str, Any]) -> None:
+def alerted(run: Path, *named: dict[str, Any]) -> None:
     events = [
-        {"step": 5, "event": "flag", "name": f"f{i}", "text": "t", "evidence": {"rollouts": one}}
+        {"step": 5, "event": "alert", "name": f"f{i}", "text": "t", "evidence": {"rollouts": one}}
         for i, one in enumerate(named)
     ]
     (run / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
@@ -222,7 +222,7 @@ def part(run: Path, anchor: str) -> str:
 
 
 @pytest.mark.long
-def test_what_a_flag_points_at_is_in_the_file(run: Path, made: Any) -> None:
+def test_what_a_alert_points_at_is_in_the_file(run: Path, made: Any) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -233,7 +233,7 @@ def test_what_a_flag_points_at_is_in_the_file(run: Path, made: Any) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
     wrong = {"step": 2, "show": "wrong", "q": ""}
     needle = {"step": 2, "show": "all", "q": "NEEDLE"}
-    flagged(run, wrong, needle, wrong, {"step": 3, "show": "all", "q": ""}, {"step": 2, "show": "right", "q": "none"})
+    alerted(run, wrong, needle, wrong, {"step": 3, "show": "all", "q": ""}, {"step": 2, "show": "right", "q": "none"})
     page = made(run)
     links = [a["href"] for a in page.all("a") if (a["href"] or "").startswith("#seen-")]
     ids = {a.get("id") for name, a in page.elements if name in ("section", "article")}
@@ -242,8 +242,8 @@ def test_what_a_flag_points_at_is_in_the_file(run: Path, made: Any) -> None:
     for anchor in ("seen-2-wrong", (links[1] or "")[1:]):
         section = part(run, anchor)
         assert section.count("Matches:") == 1 and f"reward {shown(rows[3]['reward'])}" in section
-    assert 'href="#flag-0"' in part(run, "seen-2-wrong") and 'href="#flag-2"' in part(run, "seen-2-wrong")
-    assert {f"flag-{i}" for i in range(5)} <= ids
+    assert 'href="#alert-0"' in part(run, "seen-2-wrong") and 'href="#alert-2"' in part(run, "seen-2-wrong")
+    assert {f"alert-{i}" for i in range(5)} <= ids
     assert "None of the recorded responses is so." in part(run, (links[3] or "")[1:])
     sampled = metrics(run)[2]["num_responses"]
     how = f"Recorded: {len(rows)} of the {shown(sampled)} responses of the step" if sampled > len(rows) else "All "
@@ -252,9 +252,9 @@ def test_what_a_flag_points_at_is_in_the_file(run: Path, made: Any) -> None:
 
 @pytest.mark.long
 def test_evidence_is_bounded_and_it_is_said(run: Path, made: Any) -> None:
-    flagged(run, *({"step": 2, "show": "all", "q": f"{i}"} for i in range(30)), {"step": "2"}, {"step": 2, "show": "x"})
+    alerted(run, *({"step": 2, "show": "all", "q": f"{i}"} for i in range(30)), {"step": "2"}, {"step": 2, "show": "x"})
     page = made(run)
-    assert "Flags point at 30 selections of completions, of which 24 are here" in page.text
+    assert "Alerts point at 30 selections of completions, of which 24 are here" in page.text
     assert len([a for a in page.all("section") if (a.get("id") or "").startswith("seen-")]) == 24
     assert page.text.count("which are not in this file") == 6
 
@@ -306,7 +306,7 @@ def test_what_a_run_holds_is_text(run: Path, made: Any) -> None:
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(config | {EVIL: {EVIL: EVIL}, "objective": EVIL, "formula": EVIL}))
     (run / "notes.json").write_text(json.dumps({"text": EVIL + "\x00\x1b\ud800", "tags": [EVIL]}))
-    (run / "events.jsonl").write_text(json.dumps({"step": 1, "event": "flag", "name": EVIL, "text": EVIL}) + "\n")
+    (run / "events.jsonl").write_text(json.dumps({"step": 1, "event": "alert", "name": EVIL, "text": EVIL}) + "\n")
     page = made(run)
     assert page.text.count(EVIL) > 20 and "␀␛?" in page.text
 

@@ -1,4 +1,4 @@
-"""Flags: each fires where its evidence is there, and on nothing else. A false alarm is worse than silence."""
+"""Alerts: each fires where its evidence is there, and on nothing else. A false alarm is worse than silence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ascent.core.metric_names import MISMATCH
 from ascent.rollout.small_sampler import SmallSampler
 from ascent.runs.alerts import trend_alerts
 from ascent.runs.alerts.step_alerts import PROMPTS, findings, one_answer, reward_weights, with_evidence
-from ascent.runs.alerts.trend_alerts import BLOCKS, KEYS, LENGTH, RunAlerts, flag_events
+from ascent.runs.alerts.trend_alerts import BLOCKS, KEYS, LENGTH, RunAlerts, alert_events
 from ascent.runs.recorded_conversation import environment_failed
 from ascent.tasks.small import sorting
 from ascent.tasks.small.multi_turn import Swapping, Swaps
@@ -72,7 +72,7 @@ def curve(steps: int = 200, responses: int = 128, seed: int = 0, spread: float =
 
 def names(lines: list[Line], maximum: float | None = None, weights: dict[str, float] | None = None) -> set[str]:
     watch = RunAlerts(maximum, weights)
-    return {flag.name for line in lines for flag in watch.see(line)}
+    return {alert.name for line in lines for alert in watch.see(line)}
 
 
 FIRES: dict[str, list[tuple[dict[str, Any], float | None, dict[str, float] | None]]] = {
@@ -127,7 +127,7 @@ FIRES: dict[str, list[tuple[dict[str, Any], float | None, dict[str, float] | Non
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("name", "case"), [(name, i) for name, cases in FIRES.items() for i in range(len(cases))])
-def test_a_flag_is_raised_where_its_evidence_is(name: str, case: int, seed: int) -> None:
+def test_a_alert_is_raised_where_its_evidence_is(name: str, case: int, seed: int) -> None:
     shapes, maximum, weights = FIRES[name][case]
     assert name.split(",")[0] in names(curve(seed=seed, **shapes), maximum, weights)
 
@@ -254,7 +254,7 @@ def test_nothing_is_said_of_an_ordinary_run(case: str, seed: int) -> None:
 
 
 def test_noise_alone_raises_nothing() -> None:
-    """Thirty runs in which nothing happens, with few responses and slow waves: no flag at all."""
+    """Thirty runs in which nothing happens, with few responses and slow waves: no alert at all."""
     for seed in range(30):
         rng = np.random.default_rng(seed)
         wave, turn = rng.uniform(0.01, 0.05), rng.uniform(0, 6)
@@ -271,10 +271,10 @@ def test_noise_alone_raises_nothing() -> None:
 def test_the_evidence_of_wrong_calls_is_their_number_before_and_now() -> None:
     watch = RunAlerts()
     lines = curve(**{"tools/calls": flat(2.0), "tools/unparsed": rising(0.5, 1.5)})  # type: ignore[arg-type]
-    flag = next(flag for line in lines for flag in watch.see(line))
-    assert flag.name == "unparsed-calls" and flag.metrics.keys() == {"tools/unparsed", "tools/calls"}
-    before, now = flag.metrics["tools/unparsed"]
-    assert before < now and "calls that do not parse: from steps 0–" in flag.text and "of all calls" in flag.text
+    alert = next(alert for line in lines for alert in watch.see(line))
+    assert alert.name == "unparsed-calls" and alert.metrics.keys() == {"tools/unparsed", "tools/calls"}
+    before, now = alert.metrics["tools/unparsed"]
+    assert before < now and "calls that do not parse: from steps 0–" in alert.text and "of all calls" in alert.text
 
 
 class Slippery(Swapping):
@@ -290,7 +290,7 @@ class Falls(Swaps):
         return Slippery(self.turns, self.slip, self.outcome)
 
 
-def test_environments_that_fail_are_flagged_apart_from_rewards(tmp_path: Path) -> None:
+def test_environments_that_fail_are_alerted_apart_from_rewards(tmp_path: Path) -> None:
     how: dict[str, Any] = {"steps": 1, "prompts": 8, "samples": 4, "max_reward_errors": 1.0, "show": False}
     (event,) = ascent.train(Falls(), out=tmp_path / "falls", **how).events
     assert event["name"] == "environment-errors" and event["evidence"]["rollouts"]["show"] == "failed"
@@ -323,13 +323,13 @@ def test_after_a_resume_it_is_what_it_was() -> None:
     lines[40]["kl"], lines[250]["grad_norm"] = 1e16, float("inf")
     kept = [json.loads(json.dumps(line).replace("NaN", "null")) for line in lines]
     whole = RunAlerts(1.0, {})
-    said = [[flag.event(line["step"], 0) for flag in whole.see(line)] for line in lines]
+    said = [[alert.event(line["step"], 0) for alert in whole.see(line)] for line in lines]
     assert sum(map(len, said)) > 3
     for cut in (1, 37, 63, 128, 130, 299):
         again = RunAlerts(1.0, {})
         for line in kept[:cut]:
             again.see(line)
-        assert [[flag.event(line["step"], 0) for flag in again.see(line)] for line in lines[cut:]] == said[cut:]
+        assert [[alert.event(line["step"], 0) for alert in again.see(line)] for line in lines[cut:]] == said[cut:]
         assert vars(again) == vars(whole)
 
 
@@ -348,20 +348,20 @@ def test_what_was_not_measured_is_no_evidence() -> None:
 def test_evidence_is_before_and_now() -> None:
     watch = RunAlerts(1.0, {})
     found = [
-        (line["step"], flag)
+        (line["step"], alert)
         for line in curve(reward=rising(0.3, 1.0), accuracy=flat(0.1))
-        for flag in watch.see(line)
-        if flag.name == "reward-up-accuracy-flat"
+        for alert in watch.see(line)
+        if alert.name == "reward-up-accuracy-flat"
     ]
-    step, flag = found[0]
-    event = json.loads(json.dumps(flag.event(step, 40)))
-    assert (event["step"], event["event"], event["name"]) == (step, "flag", "reward-up-accuracy-flat")
+    step, alert = found[0]
+    event = json.loads(json.dumps(alert.event(step, 40)))
+    assert (event["step"], event["event"], event["name"]) == (step, "alert", "reward-up-accuracy-flat")
     evidence = event["evidence"]
     before, now = evidence["metrics"]["reward"]
     assert 0.25 < before < now < 1.05 and evidence["steps"][1] == step
     assert evidence["metrics"]["accuracy"] == pytest.approx([0.1, 0.1], abs=0.02)
     assert evidence["rollouts"] == {"step": 40, "show": "wrong", "q": ""}
-    assert "rollouts" not in flag.event(step, None)["evidence"]
+    assert "rollouts" not in alert.event(step, None)["evidence"]
     assert "hack" not in event["text"] and f"{now:.3g}" in event["text"]
 
 
@@ -379,7 +379,7 @@ def said_at(key: str, values: list[Any]) -> list[int]:
     """The steps at which a metric with these values is out of scale."""
     watch = RunAlerts()
     seen = [watch.see({"step": step, key: value}) for step, value in enumerate(values)]
-    return [step for step, flags in enumerate(seen) if any(flag.name == "out-of-scale" for flag in flags)]
+    return [step for step, alerts in enumerate(seen) if any(alert.name == "out-of-scale" for alert in alerts)]
 
 
 @pytest.mark.parametrize(
@@ -402,9 +402,9 @@ def test_what_is_out_of_all_proportion_is_said(key: str, values: list[Any], step
 
 
 def test_a_run_out_of_scale_has_its_evidence() -> None:
-    (flag,) = RunAlerts().see({"step": 0, "kl": 1.5e16, "grad_norm": 0.1})
-    assert flag.metrics == {"kl": [1.5e16]} and flag.steps == (0, 0)
-    assert flag.text == "out of scale: the KL in nats per token is 1.5e+16 in this step"
+    (alert,) = RunAlerts().see({"step": 0, "kl": 1.5e16, "grad_norm": 0.1})
+    assert alert.metrics == {"kl": [1.5e16]} and alert.steps == (0, 0)
+    assert alert.text == "out of scale: the KL in nats per token is 1.5e+16 in this step"
 
 
 # ---- one answer -------------------------------------------------------------------------------------
@@ -442,14 +442,14 @@ def test_one_prompt_asked_often_is_no_evidence() -> None:
 
 def test_an_answer_is_told_in_words_and_searched_for() -> None:
     given = answers(16, 1.0, 0.0)
-    (flag,) = one_answer(3, given, lambda _: "the answer {is}\n\n<b>42</b>")
-    assert "'the answer {is} <b>42</b>' is 128 of 128 responses, to 16 of 16 prompts, 0% of them" in flag.text
-    assert flag.q == "the answer {is}" and flag.steps == (3, 3)
-    assert flag.metrics == {"share of one text": [1.0], "right among them": [0.0]}, "no name of a metric"
-    (flag,) = one_answer(3, given, lambda _: "long " * 100)
-    assert len(flag.q) <= 120 and "…" in flag.text
-    (flag,) = one_answer(3, given, lambda _: "")
-    assert "an empty response is 128 of 128" in flag.text and flag.q == ""
+    (alert,) = one_answer(3, given, lambda _: "the answer {is}\n\n<b>42</b>")
+    assert "'the answer {is} <b>42</b>' is 128 of 128 responses, to 16 of 16 prompts, 0% of them" in alert.text
+    assert alert.q == "the answer {is}" and alert.steps == (3, 3)
+    assert alert.metrics == {"share of one text": [1.0], "right among them": [0.0]}, "no name of a metric"
+    (alert,) = one_answer(3, given, lambda _: "long " * 100)
+    assert len(alert.q) <= 120 and "…" in alert.text
+    (alert,) = one_answer(3, given, lambda _: "")
+    assert "an empty response is 128 of 128" in alert.text and alert.q == ""
 
 
 # ---- runs -------------------------------------------------------------------------------------------
@@ -458,8 +458,8 @@ def test_an_answer_is_told_in_words_and_searched_for() -> None:
 SMALL = {"threads": 1, "policy.width": 16, "policy.layers": 1, "policy.heads": 2, "prompts": 16, "lr": 1e-2}
 
 
-def flags_in(run: Any) -> dict[str, dict[str, Any]]:
-    return {event["name"]: event for event in run.events if event["event"] == "flag"}
+def alerts_in(run: Any) -> dict[str, dict[str, Any]]:
+    return {event["name"]: event for event in run.events if event["event"] == "alert"}
 
 
 def own(folder: Path, body: str) -> str:
@@ -485,7 +485,7 @@ def nines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
 def test_a_reward_for_nines_is_seen(nines: tuple[Any, str]) -> None:
     """One text for every prompt, earning more and more, none of it sorted; said in the terminal too, once."""
     run, said = nines
-    found = flags_in(run)
+    found = alerts_in(run)
     assert {"one-answer", "reward-up-accuracy-flat"} <= set(found)
     answer = found["one-answer"]
     assert answer["evidence"]["rollouts"] == {"step": answer["step"], "show": "all", "q": "[9 9 9 9 9]"}
@@ -502,7 +502,7 @@ def test_a_reward_for_nines_is_seen(nines: tuple[Any, str]) -> None:
 def test_longer_for_its_own_sake_is_seen(tmp_path: Path) -> None:
     more = {"length": 20, "end": True, "steps": 40, "eval_prompts": 20, **SMALL, "lr": 4e-3}
     run = ascent.train("sort", out=tmp_path / "run", show=False, reward=own(tmp_path, "len(response)"), **more)
-    before, now = flags_in(run)["length-drift"]["evidence"]["metrics"][LENGTH]
+    before, now = alerts_in(run)["length-drift"]["evidence"]["metrics"][LENGTH]
     assert now > 1.5 * before
 
 
@@ -525,7 +525,7 @@ def test_a_part_that_carries_the_reward_is_seen(
     run = ascent.train("sort", out=tmp_path / "run", show=False, **given)
     nines = [line["rewards/nines"] for line in run.metrics]
     assert nines[-1] > 4 > 1 > nines[0], "it was hacked"
-    found = flags_in(run)
+    found = alerts_in(run)
     assert ("component-dominates" in found) == fires
     if fires:
         before, now = found["component-dominates"]["evidence"]["metrics"]["rewards/nines"]
@@ -559,7 +559,7 @@ def test_a_sampler_that_stays_behind_is_seen(sampler: Any, tmp_path: Path, monke
     given = {**SMALL, "length": 3, "numbers": 4, "steps": 44, "eval_prompts": 20, "max_mismatch": 9.0}
     run = ascent.train("sort", out=tmp_path / "run", show=False, **given)
     assert run.metrics[-1][MISMATCH] > 0, "it is another policy"
-    found = flags_in(run)
+    found = alerts_in(run)
     assert ("mismatch-rising" in found) == (sampler is Stale)
     if found:
         before, now = found["mismatch-rising"]["evidence"]["metrics"][MISMATCH]
@@ -579,20 +579,20 @@ SOLVES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_smokes(SOLVES, "grpo"))
-def test_a_run_that_learns_raises_no_flag(name: str, tmp_path: Path) -> None:
+def test_a_run_that_learns_raises_no_alert(name: str, tmp_path: Path) -> None:
     """Nor does the lecture, in tests/cli/test_demo.py."""
     task, given = SOLVES[name]
     if given.get("reward") == "own":
         given = {**given, "reward": own(tmp_path, "sum(a == b for a, b in zip(sorted(prompt), response))")}
     run = ascent.train(task, out=tmp_path / "run", show=False, **{"threads": 1} | given)
-    assert flags_in(run) == {}
+    assert alerts_in(run) == {}
     if name != "grpo":
         assert run.result["eval/accuracy"] > (0.6 if run.config.steps > 40 else 0.25)
 
 
 @pytest.mark.long
 @pytest.mark.smoke
-def test_the_flags_of_a_resumed_run_are_those_of_an_uninterrupted_one(nines: tuple[Any, str], tmp_path: Path) -> None:
+def test_the_alerts_of_a_resumed_run_are_those_of_an_uninterrupted_one(nines: tuple[Any, str], tmp_path: Path) -> None:
     shutil.copytree(nines[0].folder, tmp_path / "again")
     again = ascent.resume(tmp_path / "again", from_step=18)
     assert again.events == nines[0].events and any(event["step"] > 18 for event in again.events)
@@ -606,10 +606,10 @@ def test_what_is_shown_to_learn_from_is_not_watched(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_flags_that_one_line_shows_have_evidence_too(tmp_path: Path) -> None:
+def test_alerts_that_one_line_shows_have_evidence_too(tmp_path: Path) -> None:
     given = {"length": 5, "numbers": 3, "reward": "inclusion-ordering", "steps": 20, "eval_every": 2, "record_every": 5}
     run = ascent.train("sort", out=tmp_path / "run", show=False, **SMALL, **given)
-    event = flags_in(run)["reward-without-accuracy"]
+    event = alerts_in(run)["reward-without-accuracy"]
     assert event["text"].startswith("reward without accuracy: held-out reward is ") and "hack" not in event["text"]
     evidence = event["evidence"]
     assert evidence["metrics"]["eval/reward"][-1] >= 0.95 * 9 and evidence["metrics"]["eval/accuracy"][-1] < 0.5
@@ -625,7 +625,7 @@ def test_flags_that_one_line_shows_have_evidence_too(tmp_path: Path) -> None:
         reward=own(tmp_path, "1 / response[0]"),
         max_reward_errors=1.0,
     )
-    event = flags_in(failed)["reward-errors"]
+    event = alerts_in(failed)["reward-errors"]
     assert event["evidence"]["rollouts"]["show"] == "failed" and event["evidence"]["steps"] == [0, 0]
     assert event["evidence"]["metrics"] == {"reward_errors": [failed.metrics[0]["reward_errors"]]}
 
@@ -634,14 +634,14 @@ def test_flags_that_one_line_shows_have_evidence_too(tmp_path: Path) -> None:
 def test_without_recorded_responses_there_are_none_to_look_at(tmp_path: Path) -> None:
     given = {"length": 5, "numbers": 3, "reward": "inclusion-ordering", "steps": 20, "eval_every": 2}
     run = ascent.train("sort", out=tmp_path / "run", show=False, record_rollouts="none", **SMALL, **given)
-    assert set(flags_in(run)["reward-without-accuracy"]["evidence"]) == {"metrics", "steps"}
+    assert set(alerts_in(run)["reward-without-accuracy"]["evidence"]) == {"metrics", "steps"}
 
 
 def test_a_number_that_is_none_is_no_evidence() -> None:
-    flag = with_evidence(
+    alert = with_evidence(
         "reward-without-accuracy", "words", {"step": 3, "eval/reward": float("nan"), "eval/accuracy": 0.1}, {}
     )
-    assert flag.metrics == {"eval/accuracy": [0.1]} and flag.steps == (3, 3)
+    assert alert.metrics == {"eval/accuracy": [0.1]} and alert.steps == (3, 3)
     assert with_evidence("another", "words", {"step": 3}, {}).event(3, 0)["evidence"]["metrics"] == {}
 
 
@@ -676,20 +676,20 @@ def test_stuck_is_what_is_mostly_wrong(accuracy: float, entropy: Any, silent: fl
 # ---- runs of others ---------------------------------------------------------------------------------
 
 
-def test_flags_of_a_run_that_ascent_did_not_write() -> None:
+def test_alerts_of_a_run_that_ascent_did_not_write() -> None:
     lines = curve(reward=rising(0.3, 1.0), length=rising(100, 250))
     rows = [
         {"prompt_text": f"prompt {i % 16}", "response_text": "42", "reward": 1.0, "correct": False} for i in range(64)
     ]
-    events = flag_events(lines, [10, 100], lambda _: rows)
+    events = alert_events(lines, [10, 100], lambda _: rows)
     assert events[0]["name"] == "one-answer"
     assert {event["name"] for event in events} == {"one-answer", "reward-up-accuracy-flat", "length-drift"}
     assert events == sorted(events, key=lambda event: event["step"])
     assert events[0]["evidence"]["rollouts"] == {"step": 10, "show": "all", "q": "42"}
     for event in events[1:]:
         assert event["evidence"]["rollouts"]["step"] == (10 if event["step"] < 55 else 100)
-    assert flag_events([{k: v for k, v in line.items() if k != "step"} for line in lines], [], lambda _: []) != []
-    assert flag_events([], [], lambda _: []) == []
+    assert alert_events([{k: v for k, v in line.items() if k != "step"} for line in lines], [], lambda _: []) != []
+    assert alert_events([], [], lambda _: []) == []
 
 
 def test_what_the_parts_of_a_reward_count() -> None:

@@ -50,7 +50,7 @@ def test_a_sampler_that_is_another_policy_stops_the_run(tmp_path: Path, monkeypa
     monkeypatch.setattr(SmallSampler, "generate", shifted(0.5))
     with pytest.raises(RunError, match=r"step 0: .* 0\.5 apart on average.*--max-mismatch 0\.3"):
         run(tmp_path / "a")
-    assert (tmp_path / "a" / "trouble_step_000000.safetensors").exists()
+    assert (tmp_path / "a" / "failed_step_000000.safetensors").exists()
     assert not list((tmp_path / "a" / "checkpoints").iterdir()), "what was learned from it is not saved"
     assert run(tmp_path / "b", max_mismatch=0.6).status == "finished"
 
@@ -59,7 +59,7 @@ def test_a_log_prob_that_is_no_number_stops_the_run(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(SmallSampler, "generate", shifted(float("nan")))
     with pytest.raises(RunError, match="the sampler's log-probs"):
         run(tmp_path / "a")
-    assert (tmp_path / "a" / "trouble_step_000000.safetensors").exists()
+    assert (tmp_path / "a" / "failed_step_000000.safetensors").exists()
 
 
 class Kept(NoRecords):

@@ -593,7 +593,7 @@ def test_failing_rewards_are_counted_and_shown(
         assert all(4 in row["response"][:2] for row in failed)
         assert line["reward"] == pytest.approx(sum(r["response"][2] for r in rows if r["valid"]) / (30 - len(failed)))
     shown = said(capsys, "show", run.folder)[1]
-    assert "errors" in shown and f"Flag at step {next(i for i, n in enumerate(counted) if n)}" in shown
+    assert "errors" in shown and f"Alert at step {next(i for i, n in enumerate(counted) if n)}" in shown
 
 
 def test_too_many_failing_rewards_stop_the_run(
@@ -605,7 +605,7 @@ def test_too_many_failing_rewards_stop_the_run(
     assert "the reward failed on" in text and "--max-reward-errors 0.01" in text and "prompt [" in text
     run = Run(tmp_path / "run")
     assert run.status == "failed" and "the reward failed on" in run.info["reason"]
-    assert [event["event"] for event in run.events] == ["trouble"]
+    assert [event["event"] for event in run.events] == ["error"]
     assert "Stopped: the reward failed on" in said(capsys, "show", run.folder)[1]
 
 
@@ -614,7 +614,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_batch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, text = said(capsys, "train", "lecture", "--steps", 3, "--lr", 1e30, "--out", tmp_path / "run")
-    kept = tmp_path / "run" / "trouble_step_000000.safetensors"
+    kept = tmp_path / "run" / "failed_step_000000.safetensors"
     assert status == 1 and "loss" in text and str(kept) in text.replace("\n", "")
     batch = load_file(kept)
     assert batch["response"].shape == (3, 10, 3) and {"reward", "advantage", "logp_old"} <= batch.keys()

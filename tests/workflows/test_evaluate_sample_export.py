@@ -502,7 +502,7 @@ def test_no_terminal_obeys_what_a_run_recorded(run: Run, ascent: Any, tmp_path: 
     folder = Path(shutil.copytree(run.folder, tmp_path / "run"))
     rows = [row | {"response_text": "\x1b[2Jwiped", "prompt_text": "\x9b2J"} for row in run.rollouts(0)]
     write_parquet(folder / "rollouts" / "step_000000.parquet", rows, len(rows))
-    event = {"step": 0, "event": "flag", "name": "odd", "text": "it said \x1b]0;title\x07"}
+    event = {"step": 0, "event": "alert", "name": "odd", "text": "it said \x1b]0;title\x07"}
     (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
     for args in (("--step", "0"), ()):
         said = ascent("show", folder, *args)

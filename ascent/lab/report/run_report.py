@@ -168,19 +168,19 @@ def _chart(
 
 
 def _events(events: Sequence[Mapping[str, Any]], completions: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags with their evidence, then whatever else was noted down."""
-    flagged = [event for event in events if event.get("event") == "flag"]
-    others = [event for event in events if event.get("event") != "flag"]
-    left = max(0, len(flagged) - MOST_FLAGS) + max(0, len(others) - MOST_EVENTS)
+    """Alerts with their evidence, then whatever else was noted down."""
+    alerted = [event for event in events if event.get("event") == "alert"]
+    others = [event for event in events if event.get("event") != "alert"]
+    left = max(0, len(alerted) - MOST_ALERTS) + max(0, len(others) - MOST_EVENTS)
     here = [part["seen"] for part in completions["parts"]]
     return {
-        "flags": [_flag(event, f"flag-{i}", here) for i, event in enumerate(flagged[:MOST_FLAGS])],
+        "alerts": [_alert(event, f"alert-{i}", here) for i, event in enumerate(alerted[:MOST_ALERTS])],
         "other_events": [[shown(e.get("step")), e.get("event", ""), e.get("text", "")] for e in others[:MOST_EVENTS]],
         "more_events": f"{left:,} more are in events.jsonl." if left else "",
     }
 
 
-def _flag(event: Mapping[str, Any], anchor: str, here: Sequence[Any]) -> dict[str, Any]:
+def _alert(event: Mapping[str, Any], anchor: str, here: Sequence[Any]) -> dict[str, Any]:
     evidence, rows = part_of(event, "evidence", dict), []
     for name, pair in part_of(evidence, "metrics", dict).items():
         values = pair if isinstance(pair, list) else [pair]
@@ -193,7 +193,7 @@ def _flag(event: Mapping[str, Any], anchor: str, here: Sequence[Any]) -> dict[st
     seen = seen_of(event)
     return {
         "anchor": anchor,
-        "title": f"{str(event.get('name', 'flag')).replace('-', ' ')}, step {shown(event.get('step'))}",
+        "title": f"{str(event.get('name', 'alert')).replace('-', ' ')}, step {shown(event.get('step'))}",
         "text": event.get("text", ""),
         "rows": rows,
         "caption": f"Evidence{span}",
@@ -202,12 +202,12 @@ def _flag(event: Mapping[str, Any], anchor: str, here: Sequence[Any]) -> dict[st
     }
 
 
-# ---- completions: a few of three recorded steps, and what flags point at ----------------------------------
+# ---- completions: a few of three recorded steps, and what alerts point at ----------------------------------
 
 GROUPS = 3
 """Groups of a step."""
-MOST_FLAGS = 60
-"""Flags that a report shows."""
+MOST_ALERTS = 60
+"""Alerts that a report shows."""
 SEEN, SEEN_GROUPS, SEEN_RESPONSES = 24, 2, 2
 """Pieces of evidence with completions of their own; groups of each, and responses of a group."""
 TOKENS = 200
@@ -233,7 +233,7 @@ LABELS = {
 
 
 class Seen(NamedTuple):
-    """The completions that a flag's evidence names."""
+    """The completions that an alert's evidence names."""
 
     step: int
     show: str = "all"
@@ -249,7 +249,7 @@ class Seen(NamedTuple):
 
 
 def seen_of(event: Mapping[str, Any]) -> Seen | None:
-    """What a flag's evidence says to look at, if it does."""
+    """What an alert's evidence says to look at, if it does."""
     named = part_of(part_of(event, "evidence", dict), "rollouts", dict)
     step, show, q = named.get("step"), named.get("show") or "all", named.get("q") or ""
     if not isinstance(step, int) or isinstance(step, bool) or show not in CHOICES["show"]:
@@ -260,20 +260,20 @@ def seen_of(event: Mapping[str, Any]) -> Seen | None:
 def gather_completions(
     folder: Path, kind: str, events: Iterable[Mapping[str, Any]], columns: Columns
 ) -> dict[str, Any]:
-    """What flags point at, then the first, a middle and the last recorded step; what went wrong; what to know."""
+    """What alerts point at, then the first, a middle and the last recorded step; what went wrong; what to know."""
     steps, parts = recorded.recorded_steps(folder, kind), list[Row]()
     problems, notes, rows = list[str](), list[str](), list[Row]()
     pointed: dict[Seen, list[str]] = {}
-    flagged = [event for event in events if event.get("event") == "flag"]
-    for place, event in enumerate(flagged[:MOST_FLAGS]):
+    alerted = [event for event in events if event.get("event") == "alert"]
+    for place, event in enumerate(alerted[:MOST_ALERTS]):
         if (seen := seen_of(event)) is not None and seen.step in steps:
-            pointed.setdefault(seen, []).append(f"flag-{place}")
+            pointed.setdefault(seen, []).append(f"alert-{place}")
     if len(pointed) > SEEN:
-        notes.append(f"flags point at {len(pointed)} selections of completions, of which {SEEN} are here")
+        notes.append(f"alerts point at {len(pointed)} selections of completions, of which {SEEN} are here")
     some = sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
-    for one, flags in [*list(pointed.items())[:SEEN], *((Seen(step), list[str]()) for step in some)]:
+    for one, alerts in [*list(pointed.items())[:SEEN], *((Seen(step), list[str]()) for step in some)]:
         try:
-            part = _read_part(folder, kind, one, flags, columns)
+            part = _read_part(folder, kind, one, alerts, columns)
         except READ_ERRORS as error:
             problems.append(f"step {one.step}: {error_line(error)}")
             continue
@@ -294,13 +294,13 @@ def gather_completions(
     }
 
 
-def _read_part(folder: Path, kind: str, seen: Seen, flags: list[str], columns: Columns) -> Row:
-    """The completions of a step, or those that flags name; and what to know of the numbers of their tokens."""
-    page = completions_page(folder, kind, seen.step, show=seen.show, q=seen.q, count=SEEN_GROUPS if flags else GROUPS)
+def _read_part(folder: Path, kind: str, seen: Seen, alerts: list[str], columns: Columns) -> Row:
+    """The completions of a step, or those that alerts name; and what to know of the numbers of their tokens."""
+    page = completions_page(folder, kind, seen.step, show=seen.show, q=seen.q, count=SEEN_GROUPS if alerts else GROUPS)
     notes: list[str] = []
     for group in page["groups"]:
         matches = [response | {"rank": "Matches:"} for response in group["responses"][:SEEN_RESPONSES]]
-        group["picked"] = matches if flags else _best_and_worst(group["responses"])
+        group["picked"] = matches if alerts else _best_and_worst(group["responses"])
         for response in group["picked"]:
             of_tokens = tokens(folder, kind, page["step"], [group["group"]], response["sample"])
             response["row"] = next(iter(of_tokens["rows"]), None)
@@ -313,8 +313,8 @@ def _read_part(folder: Path, kind: str, seen: Seen, flags: list[str], columns: C
     else:
         of = f" of the {shown(int(sampled))}" if sampled is not None else ""
         words = f"Recorded: {shown(rows)}{of} responses of the step, in {plural(groups, 'group')}."
-    words += f" {plural(page['responses'], 'response')} of them match; here are a few." if flags else ""
-    about = {"recorded": words, "seen": seen if flags else None, "flags": flags, "notes": notes}
+    words += f" {plural(page['responses'], 'response')} of them match; here are a few." if alerts else ""
+    about = {"recorded": words, "seen": seen if alerts else None, "alerts": alerts, "notes": notes}
     return about | {name: page[name] for name in ("step", "groups", "problems")}
 
 

@@ -1,4 +1,4 @@
-"""Flags of conversations: calls that do not parse or are made again, turns that are cut off or grow in vain."""
+"""Alerts of conversations: calls that do not parse or are made again, turns that are cut off or grow in vain."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from ascent.runs.alerts.metric_windows import LEVEL, SOLVED, SURE, Alert, Change
 
 TURNS, CALLS = "turns", "tools/calls"
 KEYS = (TURNS, "turns/cut", CALLS, "tools/unparsed", "tools/repeated")
-"""The metrics that these flags are raised from."""
+"""The metrics that these alerts are raised from."""
 GROWN, MORE = 1.5, 1.0
 """Turns have grown if there are this many times as many, and this many more."""
 FALLING = 0.9
@@ -15,7 +15,7 @@ FALLING = 0.9
 
 
 class Share(NamedTuple):
-    """A flag for a share of the calls, or of the turns, that is large and does not fall."""
+    """An alert for a share of the calls, or of the turns, that is large and does not fall."""
 
     name: str
     part: str
@@ -32,7 +32,7 @@ SHARES = (
 
 
 def raised(whole: Change, late: Change, moved: Callable[[Change], float]) -> Iterator[Alert | None]:
-    """The flags of two comparisons; `moved`: how far the reward has surely moved, in standard deviations."""
+    """The alerts of two comparisons; `moved`: how far the reward has surely moved, in standard deviations."""
     for share in SHARES:
         yield _large(share, whole) if _large(share, late) else None
     yield _growing(whole, moved) or _growing(late, moved)
@@ -48,7 +48,7 @@ def _large(share: Share, change: Change) -> Alert | None:
         return None
     name = "turns" if share.of == TURNS else "calls"
     text = f"{share.words}: {change.words} they went from {before:.0%} to {now:.0%} of all {name}"
-    return change.flag(share.name, text, share.part, share.of)
+    return change.alert(share.name, text, share.part, share.of)
 
 
 def _growing(change: Change, moved: Callable[[Change], float]) -> Alert | None:
@@ -67,4 +67,4 @@ def _growing(change: Change, moved: Callable[[Change], float]) -> Alert | None:
         f"more turns, and no more reward: {change.words} a response went from {turns:.1f} turns, and the reward from "
         f"{reward:.3g}"
     )
-    return change.flag("turns-growing", text, TURNS, "reward", "accuracy")
+    return change.alert("turns-growing", text, TURNS, "reward", "accuracy")

@@ -1,4 +1,4 @@
-"""Two windows of a run, compared: what a flag is raised from, and the flag itself."""
+"""Two windows of a run, compared: what an alert is raised from, and the alert itself."""
 
 import math
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Alert:
         evidence: dict[str, Any] = {"metrics": self.metrics, "steps": list(self.steps)}
         if recorded is not None:
             evidence["rollouts"] = {"step": recorded, "show": self.show, "q": self.q}
-        return {"step": step, "event": "flag", "name": self.name, "text": self.text, "evidence": evidence}
+        return {"step": step, "event": "alert", "name": self.name, "text": self.text, "evidence": evidence}
 
 
 class MetricChange(NamedTuple):
@@ -92,8 +92,8 @@ class Change:
         (then, error), (late, late_error) = mean_with_error(*before), mean_with_error(*now)
         return MetricChange(then, late, math.hypot(error, late_error))
 
-    def flag(self, name: str, text: str, *keys: str, show: str = "all") -> Alert:
-        """A flag whose evidence is these metrics, before and now."""
+    def alert(self, name: str, text: str, *keys: str, show: str = "all") -> Alert:
+        """An alert whose evidence is these metrics, before and now."""
         pairs = {key: pair for key in keys if (pair := self.of(key)) is not None}
         return Alert(name, text, {key: [pair.before, pair.now] for key, pair in pairs.items()}, self.steps, show)
 

@@ -39,7 +39,7 @@ EVIDENCE: dict[str, tuple[tuple[str, ...], str]] = {
     "no-signal": (("frac_reward_zero_std", "reward"), "all"),
     "trust-region-refused": (("trust_region/too_far", "trust_region/no_gain"), "all"),
 }
-"""For flags from a single line of metrics: the metrics to show, and which completions to look at."""
+"""For alerts from a single line of metrics: the metrics to show, and which completions to look at."""
 
 
 def metric_warnings(metrics: Mapping[str, Any], task: Any) -> list[tuple[str, str]]:
@@ -72,7 +72,7 @@ def metric_warnings(metrics: Mapping[str, Any], task: Any) -> list[tuple[str, st
 
 
 def with_evidence(name: str, text: str, line: Mapping[str, Any], first: Mapping[str, Any]) -> Alert:
-    """A warning as a flag with its numbers: those of this line, and of the `first` line if it has them."""
+    """A warning as an alert with its numbers: those of this line, and of the `first` line if it has them."""
     keys, show = EVIDENCE.get(name, ((), "all"))
     measured = [key for key in keys if isinstance(line.get(key), int | float) and math.isfinite(line[key])]
     lines = [first, line] if measured and first.keys() >= set(measured) else [line]
@@ -81,7 +81,7 @@ def with_evidence(name: str, text: str, line: Mapping[str, Any], first: Mapping[
 
 
 def one_answer(step: int, responses: Iterable[Answer], text_of: Callable[[Any], str]) -> list[Alert]:
-    """A flag if one response is given to most of a step's prompts and is not mostly right."""
+    """An alert if one response is given to most of a step's prompts and is not mostly right."""
     responses = list(responses)
     prompts, total = len({prompt for prompt, _, _ in responses}), len(responses)
     if prompts < PROMPTS:

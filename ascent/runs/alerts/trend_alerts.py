@@ -1,10 +1,10 @@
-"""The flags of a run. A flag is not a verdict: it says what was seen, in which numbers, and where to look.
+"""The alerts of a run. An alert is not a verdict: it says what was seen, in which numbers, and where to look.
 
 A Watch gets the lines of metrics.jsonl one by one and looks for trends. It keeps sums over blocks of steps, fewer than
 `BLOCKS`: when there are that many, neighbors are joined, so that they cover the whole run in bounded memory. It
 compares windows: the first quarter of the run with the last, and the third quarter with the last. A difference must be
 large in itself and large compared with both standard errors, twice in a row, because a false alarm is worse than
-silence. The state of a Watch depends only on the lines, so a resumed run gets the same flags as an uninterrupted one.
+silence. The state of a Watch depends only on the lines, so a resumed run gets the same alerts as an uninterrupted one.
 """
 
 import math
@@ -48,7 +48,7 @@ NEARLY_ALL, PATIENCE = 0.9, 64
 
 
 class RunAlerts:
-    """Gets a run's lines one by one, and returns flags."""
+    """Gets a run's lines one by one, and returns alerts."""
 
     def __init__(self, maximum: float | None = None, weights: Mapping[str, float] | None = None):
         self.maximum, self.weights = maximum, weights
@@ -61,14 +61,14 @@ class RunAlerts:
         self.sizes: dict[str, Counter[int]] = {key: Counter() for key in BEYOND}
         """For each metric, how often it had each power of ten."""
         self._held: set[str] = set()
-        """The names of the flags of the last comparison."""
+        """The names of the alerts of the last comparison."""
         self._size = FIRST
         self._waiting: list[Sequence[Any]] = []
         self._since = 0
 
     def see(self, line: Mapping[str, Any]) -> list[Alert]:
-        """The flags of one more step, and if it completes a block, those of the comparison of windows."""
-        flags = self._beyond(line)
+        """The alerts of one more step, and if it completes a block, those of the comparison of windows."""
+        alerts = self._beyond(line)
         if not self.blocks and not self._waiting:
             parts = {*(self.weights or {}), *(key for key in line if re.fullmatch(PART, key))}
             self.keys = (*KEYS, *sorted(parts))
@@ -78,7 +78,7 @@ class RunAlerts:
             self._since = line["step"]
         self._waiting.append([line.get(key) for key in self.keys])
         if len(self._waiting) < self._size:
-            return flags
+            return alerts
         found = [number for column in zip(*self._waiting, strict=True) for number in sums(column)]
         self.blocks.append(StepBlock(self._since, line["step"], found))
         self._waiting = []
@@ -86,11 +86,11 @@ class RunAlerts:
         if len(self.blocks) == BLOCKS:
             self.blocks = [joined(self.blocks[i : i + 2]) for i in range(0, BLOCKS, 2)]
             self._size *= 2
-        return flags + self._compared() if len(self.blocks) >= LEAST and len(self.blocks) % 2 == 0 else flags
+        return alerts + self._compared() if len(self.blocks) >= LEAST and len(self.blocks) % 2 == 0 else alerts
 
     def _beyond(self, line: Mapping[str, Any]) -> list[Alert]:
         """A metric that is far too large in this step."""
-        flags = []
+        alerts = []
         for key, (senseless, large, name) in BEYOND.items():
             value = line.get(key)
             if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
@@ -101,8 +101,8 @@ class RunAlerts:
             if value >= senseless or jump:
                 than = f", more than {10**DECADES:,} times its median before" if jump else ""
                 text = f"out of scale: the {name} is {value:.3g} in this step{than}"
-                flags.append(Alert("out-of-scale", text, {key: [float(value)]}, (line["step"], line["step"])))
-        return flags[:1]
+                alerts.append(Alert("out-of-scale", text, {key: [float(value)]}, (line["step"], line["step"])))
+        return alerts[:1]
 
     def _compared(self) -> list[Alert]:
         blocks, quarter, half = self.blocks, len(self.blocks) // 4, len(self.blocks) // 2
@@ -116,8 +116,8 @@ class RunAlerts:
             self._apart(whole) or self._apart(begun),
             *conversation_alerts.raised(whole, late, self._moved),
         ]
-        before, self._held = self._held, {flag.name for flag in raised if flag is not None}
-        return [flag for flag in raised if flag is not None and flag.name in before]
+        before, self._held = self._held, {alert.name for alert in raised if alert is not None}
+        return [alert for alert in raised if alert is not None and alert.name in before]
 
     def _moved(self, change: Change) -> float:
         """How far the reward has surely moved, in standard deviations of the responses of a step; otherwise 0."""
@@ -156,7 +156,7 @@ class RunAlerts:
             f"reward up, accuracy {'flat' if change.flat else 'far behind'}: {change.words} the reward went from "
             f"{reward:.3g}{of}, and the share of exactly right answers from {accuracy:.1%}"
         )
-        return change.flag("reward-up-accuracy-flat", text, "reward", "accuracy", show="wrong")
+        return change.alert("reward-up-accuracy-flat", text, "reward", "accuracy", show="wrong")
 
     def _drift(self, change: Change) -> Alert | None:
         length, accuracy = change.of(LENGTH), change.of("accuracy")
@@ -171,7 +171,7 @@ class RunAlerts:
             f"{'longer' if length.rise > 0 else 'shorter'}, and no better: {change.words} responses went from "
             f"{length:.0f} tokens, and the share of exactly right answers from {accuracy:.1%}"
         )
-        return change.flag("length-drift", text, LENGTH, "accuracy")
+        return change.alert("length-drift", text, LENGTH, "accuracy")
 
     def _dominated(self, change: Change) -> Alert | None:
         reward, moved = change.of("reward"), self._moved(change)
@@ -194,7 +194,7 @@ class RunAlerts:
             f"{shares[first]:.0%} of the reward's change from {reward:.3g}; the share of exactly right answers has not "
             "risen"
         )
-        return change.flag("component-dominates", text, first, "reward", "accuracy")
+        return change.alert("component-dominates", text, first, "reward", "accuracy")
 
     def _collapsed(self, begun: Change, late: Change) -> Alert | None:
         """The entropy is compared with the first steps; the second half shows whether anything still improves."""
@@ -208,7 +208,7 @@ class RunAlerts:
             f"{accuracy.now:.1%} of the answers are exactly right, no more than in steps {late.then} "
             f"({accuracy.before:.1%})"
         )
-        return begun.flag("entropy-collapse", text, "entropy", "accuracy", show="wrong")
+        return begun.alert("entropy-collapse", text, "entropy", "accuracy", show="wrong")
 
     def _apart(self, change: Change) -> Alert | None:
         """A stale sampler is far away after only a few steps, so it is also compared with the first ones."""
@@ -221,22 +221,22 @@ class RunAlerts:
         if means != sorted(means) and pair.now < TIMES**2 * pair.before:  # it does not rise from quarter to quarter
             return None
         apart = f"their log-probs went from {pair:.2g} nats per token apart"
-        return change.flag("mismatch-rising", f"sampler and trainer drift apart: {change.words} {apart}", MISMATCH)
+        return change.alert("mismatch-rising", f"sampler and trainer drift apart: {change.words} {apart}", MISMATCH)
 
 
-def flag_events(
+def alert_events(
     lines: Iterable[Mapping[str, Any]], steps: Sequence[int], rows_of: Callable[[int], Sequence[Mapping[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """The flags of a run that Ascent did not write, each once, from its metrics and its recorded responses."""
+    """The alerts of a run that Ascent did not write, each once, from its metrics and its recorded responses."""
     watch = RunAlerts()
     events: dict[str, dict[str, Any]] = {}
     for number, line in enumerate(lines):
         step = line["step"] if isinstance(line.get("step"), int) else number
-        for flag in watch.see({**line, "step": step}):
+        for alert in watch.see({**line, "step": step}):
             near = min(steps, key=lambda other: (abs(other - step), other), default=None)
-            events.setdefault(flag.name, flag.event(step, near))
+            events.setdefault(alert.name, alert.event(step, near))
     for step in sorted(steps):
         responses = ((r.get("prompt_text"), r.get("response_text") or "", r.get("correct")) for r in rows_of(step))
-        for flag in one_answer(step, responses, str):
-            events.setdefault(flag.name, flag.event(step, step))
+        for alert in one_answer(step, responses, str):
+            events.setdefault(alert.name, alert.event(step, step))
     return sorted(events.values(), key=lambda event: event["step"])

@@ -1,4 +1,4 @@
-// The page /run?id=…: what became of a run, its flags, its curves with one cursor, and all that is known of it. Live while it runs.
+// The page /run?id=…: what became of a run, its alerts, its curves with one cursor, and all that is known of it. Live while it runs.
 import { Chart, Cursor } from "../../chart.js";
 import { filled, lineOf } from "../../curves.js";
 import { Noting } from "../../noting.js";
@@ -67,7 +67,7 @@ class Run extends Component {
     const now = curves ?? this.state.curves;
     const same = !curves && JSON.stringify(about.charts) === JSON.stringify(this.state.about?.charts);
     const lines = same ? this.state.lines : about.charts.map((chart) => chart.series.map((s, i) => lineOf(now, s.metric, s.label, s.colour ?? i)).filter(Boolean));
-    const marks = about.events.filter((e) => e.event === "flag").map((e) => e.step);
+    const marks = about.events.filter((e) => e.event === "alert").map((e) => e.step);
     this.setState({ curves: now, about, lines, marks, error: "" });
   }
 
@@ -102,7 +102,7 @@ class Run extends Component {
     this.show(this.fit(from, to));
   }
 
-  // Steps that a flag names, and some around them where it names one; the cursor goes to the step it was raised at.
+  // Steps that an alert names, and some around them where it names one; the cursor goes to the step it was raised at.
   see([from, to], step) {
     const [first, last] = this.whole();
     const around = from === to ? Math.max(AROUND, Math.round(0.03 * (last - first))) : 0;
@@ -238,14 +238,14 @@ class Tools extends Component {
 // ---- besides the curves: above them what became of the run, below them all that is known ----
 const said = (name) => words(name).replaceAll(/[_-]/g, " ");
 
-const Flag = ({ flag, id, onSee }) => {
-  const { metrics, steps, rollouts } = flag.evidence ?? {};
+const Alert = ({ alert, id, onSee }) => {
+  const { metrics, steps, rollouts } = alert.evidence ?? {};
   const show = rollouts?.show && rollouts.show !== "all" ? `, ${rollouts.show}` : "";
-  return html`<li class="flag">
-    <p><i aria-hidden="true">⚑</i> <b>${said(flag.name)}</b> <span class="note">step ${num(flag.step)}</span><br />${words(flag.text)}</p>
-    ${flag.evidence && html`<p class="evidence">
+  return html`<li class="alert">
+    <p><i aria-hidden="true">⚑</i> <b>${said(alert.name)}</b> <span class="note">step ${num(alert.step)}</span><br />${words(alert.text)}</p>
+    ${alert.evidence && html`<p class="evidence">
       ${Object.entries(metrics ?? {}).map(([name, values]) => html`<span key=${name}><code>${name}</code> ${[values ?? []].flat().map((value) => num(value)).join(" → ")}</span>`)}
-      ${steps?.length === 2 && html`<button type="button" class="plain" onClick=${() => onSee(steps, flag.step)}>${steps[0] === steps[1] ? `see step ${num(steps[0])}` : `zoom to steps ${num(steps[0])} to ${num(steps[1])}`}</button>`}
+      ${steps?.length === 2 && html`<button type="button" class="plain" onClick=${() => onSee(steps, alert.step)}>${steps[0] === steps[1] ? `see step ${num(steps[0])}` : `zoom to steps ${num(steps[0])} to ${num(steps[1])}`}</button>`}
       ${rollouts?.step != null && html`<a href=${completionsLink(id, rollouts.step, { show: rollouts.show, q: rollouts.q })}>completions that show it (step ${num(rollouts.step)}${show}${rollouts.q ? `, “${rollouts.q}”` : ""})</a>`}
     </p>`}
   </li>`;
@@ -261,22 +261,22 @@ class Notes extends Component {
   }
 }
 
-// Many events of one kind (a flag that was raised again) are folded after the first few.
+// Many events of one kind (an alert that was raised again) are folded after the first few.
 const FEW = 4;
 
 const Top = ({ about, onSee, onNoted }) => {
-  const flags = about.events.filter((event) => event.event === "flag");
+  const alerts = about.events.filter((event) => event.event === "alert");
   const facts = [words(about.task), words(about.label), about.seed == null ? "" : `seed ${words(about.seed)}`, about.started ? `started ${date(about.started)}` : ""];
-  const item = (flag, i) => html`<${Flag} key=${i} flag=${flag} id=${about.id} onSee=${onSee} />`;
+  const item = (alert, i) => html`<${Alert} key=${i} alert=${alert} id=${about.id} onSee=${onSee} />`;
   return html`<header class="run-top">
     <p class="where"><a href=${inLab("/runs")}>All runs</a></p>
     <div class="title-row"><h1>${about.id}</h1><${Badge} status=${about.status} /><span class="said" role="status">${about.said}</span></div>
     <p class="facts">${facts.filter(Boolean).join(" · ")}</p>
     ${about.going_on && html`<p class="going-on">${about.going_on.words}${about.going_on.command && html` <code>${about.going_on.command}</code>`}</p>`}
     ${about.problems.length > 0 && html`<ul class="problems" aria-label="Problems">${about.problems.map((text) => html`<li key=${text}><i aria-hidden="true">!</i> ${text}</li>`)}</ul>`}
-    ${flags.length > 0 && html`<section aria-label="Flags"><h2>${count(flags.length, "flag")} <span>evidence to look at, no verdict</span></h2>
-      <ul class="flags">${flags.slice(0, FEW).map(item)}</ul>
-      ${flags.length > FEW && html`<details><summary>${count(flags.length - FEW, "more flag")}</summary><ul class="flags">${flags.slice(FEW).map(item)}</ul></details>`}</section>`}
+    ${alerts.length > 0 && html`<section aria-label="Alerts"><h2>${count(alerts.length, "alert")} <span>evidence to look at, no verdict</span></h2>
+      <ul class="alerts">${alerts.slice(0, FEW).map(item)}</ul>
+      ${alerts.length > FEW && html`<details><summary>${count(alerts.length - FEW, "more alert")}</summary><ul class="alerts">${alerts.slice(FEW).map(item)}</ul></details>`}</section>`}
     ${about.words.length > 0 && html`<div class="result">${about.words.map((text) => html`<p key=${text}>${words(text)}</p>`)}</div>`}
     <${Notes} about=${about} onNoted=${onNoted} />
   </header>`;
@@ -294,10 +294,10 @@ const Pairs = ({ of }) => html`<dl class="pairs">${flat(of).map(([name, value]) 
 
 const Fold = ({ title, note, open, children }) => html`<details class="fold" open=${open}><summary>${title} <span>${note}</span></summary>${children}</details>`;
 
-const notFlag = (event) => event.event !== "flag"; // flags stand above the charts
+const notAlert = (event) => event.event !== "alert"; // alerts stand above the charts
 
 const History = ({ about }) => {
-  const rest = about.events.filter(notFlag);
+  const rest = about.events.filter(notAlert);
   return html`<ul class="history">
     ${about.history.map((entry) => html`<li><b>${said(entry.event)}</b> ${words(entry.time)} <span class="note">${flat({ ...entry, event: undefined, time: undefined }).filter(([, v]) => v !== undefined).map(([k, v]) => `${k} ${v}`).join(", ")}</span></li>`)}
     ${rest.map((event) => html`<li><b>${said(event.name ?? event.event)}</b> step ${num(event.step)} <span class="note">${words(event.text)}</span></li>`)}
@@ -323,7 +323,7 @@ const Below = ({ about }) => {
     <h2>About this run</h2>
     ${some(about.config) && html`<${Fold} title="Config" note=${count(flat(about.config).length, "setting")}><${Pairs} of=${about.config} /><//>`}
     ${[["Versions", about.versions], ["System", about.machine]].map(([title, of]) => some(of) && html`<${Fold} title=${title} note=${flat(of).slice(0, 3).map(([k, v]) => `${k} ${v}`).join(", ")}><${Pairs} of=${of} /><//>`)}
-    <${Fold} title="History" note=${count(about.history.length + about.events.filter(notFlag).length, "event")}><${History} about=${about} /><//>
+    <${Fold} title="History" note=${count(about.history.length + about.events.filter(notAlert).length, "event")}><${History} about=${about} /><//>
   </section>`;
 };
 

@@ -1,4 +1,4 @@
-"""One run: what became of it, its flags, its curves, its settings."""
+"""One run: what became of it, its alerts, its curves, its settings."""
 
 from contextlib import suppress
 from pathlib import Path

@@ -6,7 +6,7 @@ const PAUSE = 3000; // ms between two looks
 const MORE = 100; // rows that are drawn at once, and that come when the end is scrolled to
 const MOST = 50; // runs that one comparison takes
 
-const textOf = (row) => [row.id, ...["task", "label", "status", "seed"].flatMap((k) => [words(row[k]), `${k === "label" ? "method" : k}:${words(row[k])}`]), row.note, row.said, ...row.tags, ...row.flags].join(" ").toLowerCase();
+const textOf = (row) => [row.id, ...["task", "label", "status", "seed"].flatMap((k) => [words(row[k]), `${k === "label" ? "method" : k}:${words(row[k])}`]), row.note, row.said, ...row.tags, ...row.alerts].join(" ").toLowerCase();
 
 const changed = (set, id, on) => new Set(on ? [...set, id] : [...set].filter((other) => other !== id));
 

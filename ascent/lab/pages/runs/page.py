@@ -79,7 +79,7 @@ def run_row_or_reason(place: RunEntry) -> dict[str, Any]:
         return run_row(place)
     except Exception as error:
         said = f"its files cannot be read: {type(error).__name__}: {error}"[:300]
-        return BLANK | {"id": place.id, "kind": place.kind, "tags": [], "note": "", "said": said, "flags": []}
+        return BLANK | {"id": place.id, "kind": place.kind, "tags": [], "note": "", "said": said, "alerts": []}
 
 
 def run_row(place: RunEntry) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def run_row(place: RunEntry) -> dict[str, Any]:
         status, said = "running", "starting: its process is there"
     else:
         status, said = "died", "killed before its first step; only its settings are here"
-    flags = [printable(e["name"]) for e in run_events(place) if e.get("event") == "flag" and "name" in e]
+    alerts = [printable(e["name"]) for e in run_events(place) if e.get("event") == "alert" and "name" in e]
     return about | {
         **{name: printable(run.get(name, "")) for name in ("task", "label")},
         **{name: finite_number(run.get(name)) for name in ("seed", "steps")},
@@ -108,7 +108,7 @@ def run_row(place: RunEntry) -> dict[str, Any]:
         "updated": modified_at(place.folder / "metrics.jsonl") or modified_at(place.folder / "run.json"),
         **_last_of(last, evaluation_label(run.get("task"))),
         "max_reward": finite_number(part_of(run, "result", dict).get("max_reward")),
-        "flags": list(dict.fromkeys(flags)),
+        "alerts": list(dict.fromkeys(alerts)),
     }
 
 
@@ -141,12 +141,12 @@ def _foreign_row(place: RunEntry) -> dict[str, Any]:
         "step": int(last.get("step", -1)) + 1,
         **{"started": min(times, default=None), "updated": max(times, default=None)},
         **_last_of(last, "evaluated"),
-        "flags": [event["name"] for event in foreign_events(place.folder)],
+        "alerts": [event["name"] for event in foreign_events(place.folder)],
     }
 
 
 def run_events(place: RunEntry) -> list[dict[str, Any]]:
-    """Flags, trouble and notes, as far as they can be read. A run raises each flag once, so the beginning will do."""
+    """Alerts, errors and notes, as far as they can be read. A run raises each alert once, so the beginning will do."""
     if place.kind != "ascent":
         return foreign_events(place.folder)
     path = place.folder / "events.jsonl"

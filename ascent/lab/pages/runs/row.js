@@ -83,7 +83,7 @@ export const COLUMNS = [
   { key: "curve", title: "Curve", small: "accuracy, else reward", of: (r) => r.accuracy ?? r.reward, down: true },
   { key: "accuracy", title: "Right", of: (r) => r.accuracy, down: true },
   { key: "reward", title: "Reward", of: (r) => r.reward, down: true },
-  { key: "flags", title: "Flags", of: (r) => r.flags.length, down: true },
+  { key: "alerts", title: "Alerts", of: (r) => r.alerts.length, down: true },
   { key: "task", title: "Task", of: (r) => words(r.task) },
   { key: "label", title: "Method", of: (r) => words(r.label) },
   { key: "seed", title: "Seed", of: (r) => r.seed },
@@ -109,8 +109,8 @@ const Noted = ({ row, onTag, onEdit, editing }) => html`<div class="noted">
   <button type="button" class="plain edit" aria-expanded=${editing} aria-label=${`Edit tags and note of ${row.id}`} onClick=${() => onEdit(!editing)}>${row.tags.length || row.note ? "Edit" : "Add"}</button>
 </div>`;
 
-const Flags = ({ flags }) => flags.length
-  ? html`<span class="flags" title=${flags.join(", ")}><i aria-hidden="true">⚑</i> ${flags.length}<span class="sr">: ${flags.join(", ")}</span></span>`
+const Alerts = ({ alerts }) => alerts.length
+  ? html`<span class="alerts" title=${alerts.join(", ")}><i aria-hidden="true">⚑</i> ${alerts.length}<span class="sr">: ${alerts.join(", ")}</span></span>`
   : html`<span class="none" aria-label="none">–</span>`;
 
 export class Row extends Component {
@@ -129,7 +129,7 @@ export class Row extends Component {
         ${cell("curve", html`<${Spark} row=${row} spark=${spark} sparks=${sparks} />`)}
         ${cell("accuracy", html`<${Measured} value=${row.accuracy} of=${row.accuracy_of} text=${percent(row.accuracy)} />`, "right")}
         ${cell("reward", html`<${Measured} value=${row.reward} of=${row.reward_of} text=${num(row.reward)}>${row.reward != null && row.max_reward != null && html`<span class="most"> of ${num(row.max_reward)}</span>`}<//>`, "reward")}
-        ${cell(row.flags.length ? "flags" : "flags no", html`<${Flags} flags=${row.flags} />`)}
+        ${cell(row.alerts.length ? "alerts" : "alerts no", html`<${Alerts} alerts=${row.alerts} />`)}
         ${cell("task", words(row.task))}
         ${cell("label", html`<span title=${words(row.label)}>${words(row.label)}</span>`)}
         ${cell("seed", row.seed == null ? "–" : words(row.seed), "seed")}
