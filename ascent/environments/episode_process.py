@@ -1,45 +1,24 @@
-"""An episode seen from inside: the environment that plays it, and the process that it plays in.
+"""An episode in its process: the environment that plays it, its seeds and what it returns.
 
-    keeper of the pool ── warm process ──┬─ keeper ── episode
-                                         └─ keeper ── episode …
-
-The warm process imports the environment's file once and forks for each episode. An episode's keeper ends all that the
-episode has started (tasks/keeper.py); it outlives the warm process, so that one which dies takes no episode with it.
+The process is a fork of one that has loaded the environment's file (`ascent.processes.fork_server`).
 """
 
-import gc
-import os
-import pickle
 import random
-import signal
-import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from ascent.processes.reward_calls import REASON, RewardCallError, error_words, read_number
-from ascent.processes.supervisor import (
-    end_children,
-    ending_words,
-    fork_child,
-    hung_up,
-    lifelines,
-    reaped,
-    receive,
-    say,
-    wait_for,
-)
+from ascent.processes.call_loop import answer_calls
+from ascent.processes.channel import Channel
+from ascent.processes.fork_server import serve_forks
+from ascent.processes.reward_calls import REASON, RewardCallError, read_number
 from ascent.processes.user_code import CODE, load_code
 from ascent.tasks.environment import Environment, Step
 from ascent.tasks.text.text_task import Message
 
 OBSERVATION = 100_000
 """The most characters of an observation. What is longer is cut, and says so."""
-NUMBER = 16
-"""Characters of a call's number, which comes before the call itself."""
 STEP = "a step is Step(observation, reward, done, reason)"
 
 
@@ -148,102 +127,38 @@ class EpisodePlayer:
 # ---- processes ----------------------------------------------------------------------------------------
 
 
-def keep_warm(control: int, lifeline: int, parent: int, memory: int) -> None:
-    """The keeper of the pool: it forks the warm process, and ends when the parent says so or is no more.
-
-    `control` and `lifeline` are the numbers of sockets whose other ends `parent` holds; `memory` is in bytes.
-    """
-    ends, pipe = lifelines(lifeline, parent), socket.socket(fileno=control)
-    warm = fork_child(lambda: serve_episodes(pipe, ends), (), memory)
-    status = wait_for(warm, ends)
-    if status is not None:
-        _say_ending(pipe, status)
-        while reaped(warm)[1] and not hung_up(ends, 0.5):  # episodes that are still played
-            pass
-    end_children(warm)
-    os._exit(0)
+def serve_episodes(channel: Channel, end_files: Sequence[int]) -> None:
+    """The fork server: it loads the environment's file and forks for every episode."""
+    serve_forks(channel, end_files, _load_player)
 
 
-def serve_episodes(control: socket.socket, ends: Sequence[int]) -> None:
-    """The warm process: it imports the environment's file, and forks for every socket that the parent sends."""
-    try:
-        *source, code = pickle.loads(receive(control))
-        CODE.update(code)
-        make = load_environment(Source(*source))
-        if others := [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]:
-            raise RewardCallError(f"its file starts a thread ({others[0]}) when it is imported: start threads in begin")
-    except EOFError:
-        return
-    except BaseException as error:
-        return say(control, {"error": error_words(error)})
-    gc.collect()
-    gc.freeze()  # pages that a collection would write to stay shared
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers that end leave no zombies
-    say(control, {"ready": True})
-    while True:
-        byte, files, *_ = socket.recv_fds(control, 1, 1)
-        if not byte:
-            return
-        os.set_inheritable(files[0], False)
-        with socket.socket(fileno=files[0]) as episode, suppress(OSError):
-            try:
-                child = os.fork()
-            except OSError as error:
-                say(episode, {"error": f"no process can be made for it: {error}"})
-                continue
-            if child == 0:
-                control.close()
-                keep_episode(make, episode, ends)
+def _load_player(setup: Sequence[Any]) -> Callable[[Channel], None]:
+    *source, code = setup
+    CODE.update(code)
+    make = load_environment(Source(*source))
+    return lambda channel: play_episodes(make, channel)
 
 
-def keep_episode(make: Callable[[], Environment], pipe: socket.socket, ends: Sequence[int]) -> NoReturn:
-    """The keeper of an episode: it forks it, ends all that it has started, and says how it ended."""
-    try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        episode = fork_child(lambda: play(make, pipe), ends)
-        status = wait_for(episode, ends, pipe.fileno())
-        ended = end_children(episode)
-        _say_ending(pipe, status if status is not None else ended)
-    finally:
-        os._exit(0)
+def play_episodes(make: Callable[[], Environment], channel: Channel) -> None:
+    """Play the episodes of one process: answer their calls until the channel is closed."""
+    player = EpisodePlayer(make)
 
+    def call(verb_and_arguments: tuple[str, tuple[Any, ...]]) -> dict[str, Any]:
+        verb, arguments = verb_and_arguments
+        if verb == "begin":
+            _seed(arguments[1])
+        step = getattr(player, verb)(*arguments)
+        if verb == "begin":
+            _seed(arguments[2])
+        return {"step": step}
 
-def _say_ending(pipe: socket.socket, status: int | None) -> None:
-    """The last line, whatever was half said before; it is lost where nobody has listened for long."""
-    pipe.setblocking(False)
-    code = None if status is None else os.waitstatus_to_exitcode(status)
-    with suppress(OSError):
-        pipe.send(b"\n")
-        say(pipe, {"ended": ending_words(code)})
-    pipe.close()
-
-
-def play(make: Callable[[], Environment], pipe: socket.socket) -> None:
-    """The episode: it answers one call after the other, each with the call's own number."""
-    own, player = os.getpid(), EpisodePlayer(make)
-    say(pipe, {"began": time.monotonic()})
-    while True:
-        try:
-            call = receive(pipe)
-        except EOFError:
-            return player.close()
-        began = time.monotonic()
-        try:
-            verb, arguments = pickle.loads(call[NUMBER:])
-            if verb == "begin":
-                _seed(arguments[1])
-            answer: dict[str, Any] = {"step": getattr(player, verb)(*arguments)}
-            if verb == "begin":
-                _seed(arguments[2])
-        except BaseException as error:  # SystemExit and the rest: an environment has no say over this process
-            answer = {"error": error_words(error)}
-        if os.getpid() != own:  # a child that the environment forked, and that came back from it too
-            os._exit(0)
-        say(pipe, {"number": call[:NUMBER].decode(), "seconds": time.monotonic() - began, **answer})
+    channel.write({"began": time.monotonic()})
+    answer_calls(channel, call)
+    player.close()
 
 
 def _seed(seed: int) -> None:
-    """The global generators, for environments that use them: other numbers than those of the episode's own."""
+    """Seed the global generators, for environments that use them: other numbers than those of the episode's own."""
     random.seed(f"global {seed}")
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)

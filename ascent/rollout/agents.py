@@ -25,7 +25,7 @@ from ascent.core.types import Prompts, Rollouts, Scores, at_last
 from ascent.environments.agents import Agent, AgentResult, Assignment, read_agent
 from ascent.environments.chat_session import ChatWriter, Session
 from ascent.inference.request_queue import RecordedConversation, RequestQueue
-from ascent.processes.supervisor import START, Limits
+from ascent.processes.supervisor import START_SECONDS, Limits
 from ascent.rollout.conversations import FAILED, PlayedTask, count_cut
 from ascent.server.connections import bind, configure
 from ascent.server.endpoint import Endpoint, EndpointConnection
@@ -140,7 +140,7 @@ class AgentEpisodes:
             assignments.append(Assignment(url, key, problem, chat, seed, self.player.seconds))
         self._thread = threading.Thread(target=self._run, args=(assignments,), name="ascent agents", daemon=True)
         rounds = -(-len(self.keys) // self.player.most)
-        at = min(START + rounds * self.player.seconds + GRACE, threading.TIMEOUT_MAX)
+        at = min(START_SECONDS + rounds * self.player.seconds + GRACE, threading.TIMEOUT_MAX)
         self._timer = threading.Timer(at, self._end_all, ["it did not end by its deadline"])
         self._timer.daemon = True
         self._thread.start()

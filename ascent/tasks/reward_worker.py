@@ -1,12 +1,11 @@
-"""The process in which rewards are computed, seen from inside: a keeper, and the grader that it forks."""
+"""The process that computes rewards, seen from inside."""
 
 import functools
-import os
-import pickle
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ascent.processes.call_loop import answer_calls
+from ascent.processes.channel import Channel, ChannelClosedError, unpickle_line
 from ascent.processes.reward_calls import (
     REASON,
     Job,
@@ -18,7 +17,6 @@ from ascent.processes.reward_calls import (
     read_number,
     read_reward,
 )
-from ascent.processes.supervisor import end_as, end_children, fork_child, lifelines, receive, say, wait_for
 from ascent.processes.user_code import CODE, load_code
 from ascent.sandbox.sandboxed_reward import SandboxedReward, SandboxSettings
 from ascent.tasks.text.text_task import Problem
@@ -42,43 +40,23 @@ class Grader(NamedTuple):
     """Of sandbox:FILE:NAME: its `SandboxSettings`."""
 
 
-def keep_grader(jobs: int, lifeline: int, parent: int, memory: int) -> None:
-    """The keeper: it forks the grader, and ends as that does, or with the parent, when nothing of it is left.
-
-    `jobs` and `lifeline` are the numbers of sockets whose other ends `parent` holds; `memory` is in bytes.
-    """
-    ends = lifelines(lifeline, parent)
-    grader = fork_child(lambda: serve_jobs(socket.socket(fileno=jobs)), ends, memory)
-    os.close(jobs)
-    status = wait_for(grader, ends)
-    end_children(grader)
-    end_as(status or 0)
-
-
-def serve_jobs(pipe: socket.socket) -> None:
-    """The grader: it answers one job after the other, each with the job's own number."""
-    own = os.getpid()
+def serve_rewards(channel: Channel) -> None:
+    """Load the graders, and compute one call after the other."""
     try:
-        graders, code = pickle.loads(receive(pipe))
+        graders, code = unpickle_line(channel.read_bytes())
         CODE.update(code)
         calls = [_load(Grader(*grader)) for grader in graders]
-    except EOFError:
+    except ChannelClosedError:
         return
     except BaseException as error:
-        return say(pipe, {"error": error_words(error)})
-    say(pipe, {"ready": True})
-    while True:
-        try:
-            number, seconds, jobs = pickle.loads(receive(pipe))
-        except EOFError:
-            return
-        try:
-            answer: dict[str, Any] = {"answers": calls[jobs[0][0]]([Job(*job) for job in jobs], seconds)}
-        except BaseException as error:  # SystemExit and the rest: a reward has no say over this process
-            answer = {"error": error_words(error)}
-        if os.getpid() != own:  # a child that the reward forked, and that came back from it too
-            os._exit(0)
-        say(pipe, {"number": number, **answer})
+        return channel.write({"error": error_words(error)})
+    channel.write({"ready": True})
+
+    def compute_answers(call: tuple[float, Sequence[Sequence[Any]]]) -> dict[str, Any]:
+        seconds, jobs = call
+        return {"answers": calls[jobs[0][0]]([Job(*job) for job in jobs], seconds)}
+
+    answer_calls(channel, compute_answers)
 
 
 def _load(grader: Grader) -> Answer:

@@ -7,16 +7,13 @@ another response. Where rewards are quick, a process is sent a few milliseconds'
 hangs, the one that it was at is the error, and the others are computed elsewhere.
 
 Processes are started on first use, kept, and end with `close`, or with this process however it ends. All that they have
-started ends with them (keeper.py). They see an allow-list of environment variables, and never import torch themselves.
+started ends with them (`ascent.processes.supervisor`). They see an allow-list of environment variables, and never
+import torch themselves.
 """
 
-import json
 import math
 import os
-import pickle
-import secrets
 import socket
-import subprocess
 import threading
 import time
 import weakref
@@ -24,11 +21,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from typing import Any
 
+from ascent.processes.call_loop import number_call
+from ascent.processes.channel import PolledChannel, describe_exit, pickle_line, poll_channels
 from ascent.processes.reward_calls import REASON, Job, whole_text
-from ascent.processes.supervisor import FRAME, START, Limits, SupervisedProcess, framed
+from ascent.processes.supervisor import START_SECONDS, Limits, SupervisedProcess
 from ascent.processes.user_code import CODE
 from ascent.tasks.reward_worker import Grader
 
@@ -79,63 +77,47 @@ class PendingCall:
 
 
 class RewardWorker(SupervisedProcess):
-    """A grading process, seen from outside."""
+    """A process that computes rewards, seen from outside."""
 
     def __init__(self, graders: bytes, limits: Limits):
-        super().__init__("ascent.tasks.reward_worker:keep_grader", limits)
-        self.jobs: deque[tuple[PendingCall, str, float]] = deque()
-        """What it has to answer, in that order: calls, their numbers, and the seconds that they may take."""
-        self.begun, self.sent = 0.0, 0
-        """When it was sent jobs last, and how many."""
-        self.deadline = time.monotonic() + START
-        self.ready = False
-        self.read = b""
-        """What it has said of an answer that is not complete."""
-        self._send(framed(graders))
+        super().__init__("ascent.tasks.reward_worker:serve_rewards", limits)
+        self.calls: deque[tuple[PendingCall, str, float]] = deque()
+        """Calls that it has to answer, in that order, with their numbers and time limits."""
+        self.start, self.num_sent = 0.0, 0
+        """When calls were last sent to it, and how many."""
+        self.deadline = time.monotonic() + START_SECONDS
+        self.is_ready = False
+        self.channel.send(graders)
 
-    def note(self, call: PendingCall, seconds: float) -> bytes:
-        """A call that it is about to be sent."""
-        number = secrets.token_hex(8)
-        # before anything is noted: a problem that cannot be sent is an error
-        frame = framed(pickle.dumps((number, seconds, [tuple(job) for job in call.jobs])))
-        self.jobs.append((call, number, seconds + GRACE * (len(call.jobs) > 1)))
-        return frame
+    def add_call(self, call: PendingCall, seconds: float) -> bytes:
+        """Note a call that is about to be sent, and return its message."""
+        # The message first: a problem that cannot be pickled is an error of its call.
+        number, line = number_call((seconds, [tuple(job) for job in call.jobs]))
+        self.calls.append((call, number, seconds + GRACE * (len(call.jobs) > 1)))
+        return line
 
-    def begin(self, frames: Sequence[bytes]) -> None:
-        """Let it compute what was noted."""
-        self.begun, self.sent = time.monotonic(), len(frames)
-        self.deadline = self.begun + self.jobs[0][2]
-        self._send(b"".join(frames))
+    def send_calls(self, lines: Sequence[bytes]) -> None:
+        self.start, self.num_sent = time.monotonic(), len(lines)
+        self.deadline = self.start + self.calls[0][2]
+        self.channel.send(b"\n".join(lines))
 
-    def done(self) -> PendingCall:
-        """It has answered: which call that was. The time of the next one begins."""
-        call = self.jobs.popleft()[0]
-        if self.jobs:
-            self.deadline = time.monotonic() + self.jobs[0][2]
+    def pop_call(self) -> PendingCall:
+        """Remove the call that was answered. The time limit of the next one begins."""
+        call = self.calls.popleft()[0]
+        if self.calls:
+            self.deadline = time.monotonic() + self.calls[0][2]
         return call
 
-    def _send(self, frames: bytes) -> None:
-        """Whoever dies or does not listen is noticed by its silence."""
-        self.socket.settimeout(max(0.1, self.deadline - time.monotonic()))
-        with suppress(OSError):
-            self.socket.sendall(frames)
-
-    def answers(self) -> list[dict[str, Any]]:
-        """Its replies that are complete; or that it died, and how."""
-        try:
-            said = self.socket.recv(FRAME, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return []
-        except OSError:
-            said = b""
-        if not said:
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(1.0)
-            return [{"error": f"the reward ended its process: {self.ending()}", "ended": True}]
-        *lines, self.read = (self.read + said).split(b"\n")
-        if len(self.read) > FRAME:
-            lines.append(self.read)
-        return [_reply(line) for line in lines]
+    def replies(self) -> list[dict[str, Any]]:
+        """Return the replies that have arrived, and an error if the process ended."""
+        replies = self.channel.receive_objects()
+        if self.channel.is_too_long:
+            replies.append({})
+        # A process that the worker left behind may hold the channel open.
+        if self.channel.ended or (not replies and self.process.poll() is not None):
+            how = self.channel.ended or describe_exit(self.process.poll())
+            replies.append({"error": f"the reward ended its process: {how}", "ended": True})
+        return replies
 
 
 class RewardWorkerPool:
@@ -146,7 +128,7 @@ class RewardWorkerPool:
     """
 
     def __init__(self, graders: Sequence[Grader], workers: int, limits: Limits):
-        self.graders = pickle.dumps(([tuple(grader) for grader in graders], CODE))
+        self.graders = pickle_line(([tuple(grader) for grader in graders], CODE))
         self.count, self.limits = workers, limits
         self.workers: list[RewardWorker] = []
         self.pace: float | None = None
@@ -165,9 +147,10 @@ class RewardWorkerPool:
         self.thread: threading.Thread | None = None
         self.news = threading.Condition()
         """The thread has heard from a process."""
-        self.bell, self.rung = socket.socketpair()
-        """Wakes whoever waits for a process to speak."""
-        weakref.finalize(self, _close, self.bell, self.rung)
+        self.wake_end, wait_end = socket.socketpair()
+        """Wakes the thread that waits for messages of the processes."""
+        self.wakeups = PolledChannel(wait_end)
+        weakref.finalize(self, _close, self.wake_end, wait_end)
         self.broken: str | None = None
 
     def run(self, jobs: Sequence[Job]) -> list[RewardOutcome]:
@@ -227,93 +210,92 @@ class RewardWorkerPool:
             raise
 
     def _open(self) -> bool:
-        return bool(self.waiting) or any(worker.jobs for worker in self.workers)
+        return bool(self.waiting) or any(worker.calls for worker in self.workers)
 
     def _ring(self) -> None:
         with suppress(OSError):  # it is ringing already
-            self.bell.send(b"!", socket.MSG_DONTWAIT)
+            self.wake_end.send(b"!\n", socket.MSG_DONTWAIT)
 
     def _turn(self) -> None:
         """Hand out what waits, and take what comes."""
         with self.lock:
             self._hand_out()
-            if any(worker.jobs or not worker.ready for worker in self.workers):
+            if any(worker.calls or not worker.is_ready for worker in self.workers):
                 self._collect()
             if self.broken is not None:
                 lost, self.broken = f"no process can compute rewards: {self.broken}", None
-                for worker in [w for w in self.workers if w.jobs]:
+                for worker in [w for w in self.workers if w.calls]:
                     self._drop(worker)
                 while self.waiting:
                     self.waiting.popleft().fail(lost)
 
     def _hand_out(self) -> None:
-        at_work = sum(len(worker.jobs) for worker in self.workers)
+        at_work = sum(len(worker.calls) for worker in self.workers)
         while len(self.workers) < min(self.count, len(self.waiting) + at_work):
             self.workers.append(RewardWorker(self.graders, self.limits))
-        for worker in [w for w in self.workers if w.ready and not w.jobs]:
-            fair, frames, size = len(self.waiting) // (2 * len(self.workers)), list[bytes](), 0
+        for worker in [w for w in self.workers if w.is_ready and not w.calls]:
+            fair, lines, size = len(self.waiting) // (2 * len(self.workers)), list[bytes](), 0
             most = 1 if self.pace is None else max(1, min(fair, int(AHEAD / max(self.pace, 1e-6))))
-            while self.waiting and len(frames) < most and size < PACKET:
+            while self.waiting and len(lines) < most and size < PACKET:
                 call = self.waiting.popleft()
                 try:
-                    frames.append(worker.note(call, self.limits.seconds))
-                    size += len(frames[-1])
+                    lines.append(worker.add_call(call, self.limits.seconds))
+                    size += len(lines[-1])
                 except Exception as error:
                     call.fail(f"the problem cannot be sent to a process: {error}")
-            if frames:
-                worker.begin(frames)
+            if lines:
+                worker.send_calls(lines)
 
     def _collect(self) -> None:
-        """Wait for whoever speaks first, and no longer than anybody's limit."""
-        active = [w for w in self.workers if w.jobs or not w.ready]
-        limit = min(w.deadline for w in active) - time.monotonic()
-        spoke = wait([self.rung, *(w.socket for w in active)], max(0.0, min(limit, GLANCE)))
-        if self.rung in spoke:
-            self.rung.recv(FRAME)
+        """Wait for the first reply, at most until the next deadline, and read all that have arrived."""
+        active = [worker for worker in self.workers if worker.calls or not worker.is_ready]
+        seconds = min(min(worker.deadline for worker in active) - time.monotonic(), GLANCE)
+        readable = poll_channels([self.wakeups, *(worker.channel for worker in active)], seconds)
+        if self.wakeups in readable:
+            self.wakeups.receive()
         for worker in active:
-            ended = worker.process.poll() is not None
-            replies = worker.answers() if ended or worker.socket in spoke else []
-            if not replies and ended:  # what it left behind holds the socket
-                replies = [{"error": f"the reward ended its process: {worker.ending()}", "ended": True}]
+            has_ended = worker.process.poll() is not None
+            replies = worker.replies() if has_ended or worker.channel in readable else []
             if not replies and time.monotonic() >= worker.deadline:
-                limit = self.limits.seconds
-                what = f"took longer than {limit:g} s" if worker.ready else f"did not start within {START:g} s"
-                replies = [{"error": what, "ended": True}]
+                late = f"took longer than {self.limits.seconds:g} s"
+                error = late if worker.is_ready else f"did not start within {START_SECONDS:g} s"
+                replies = [{"error": error, "ended": True}]
             for reply in replies:
-                if worker in self.workers:  # else it was ended for an earlier one
-                    self._heard(worker, reply)
+                if worker in self.workers:  # an earlier reply may have ended it
+                    self._handle(worker, reply)
 
-    def _heard(self, worker: RewardWorker, reply: dict[str, Any]) -> None:
-        if not worker.ready:
-            worker.ready = "ready" in reply
-            if not worker.ready:
+    def _handle(self, worker: RewardWorker, reply: dict[str, Any]) -> None:
+        if not worker.is_ready:
+            worker.is_ready = "ready" in reply
+            if not worker.is_ready:
                 self.broken = reply.get("error", "it sent nothing")
                 self._drop(worker)
             return
-        ended = reply.pop("ended", False)
-        if not worker.jobs:  # nobody asked it
+        has_ended = reply.pop("ended", False)
+        if not worker.calls:  # an answer without a call
             return self._drop(worker)
-        if not ended and reply.pop("number", None) != worker.jobs[0][1]:
-            # Somebody else spoke: a thread or a child of an earlier reward. This response may do better elsewhere.
-            call = worker.jobs[0][0]
+        if not has_ended and reply.pop("number", None) != worker.calls[0][1]:
+            # A thread or a child of an earlier reward has written it. This response may do better in another process.
+            call = worker.calls[0][0]
             if call.again:
-                worker.done().fail("its process sent an answer that is not the one to this response")
+                worker.pop_call().fail("its process sent an answer that is not the one to this response")
             call.again = True
             return self._drop(worker)
-        call = worker.done()
-        made = _outcomes(reply, len(call.jobs))
-        if made is None:
+        reply.pop("seconds", None)
+        call = worker.pop_call()
+        outcomes = _outcomes(reply, len(call.jobs))
+        if outcomes is None:
             call.fail(f"its process sent what is not a reward: {sorted(reply)}"[:REASON])
         else:
-            call.outcomes = made
-        if not worker.jobs:
-            self.pace = (time.monotonic() - worker.begun) / worker.sent
-        if ended or made is None or (not worker.jobs and worker.process.poll() is not None):
+            call.outcomes = outcomes
+        if not worker.calls:
+            self.pace = (time.monotonic() - worker.start) / worker.num_sent
+        if has_ended or outcomes is None or (not worker.calls and worker.process.poll() is not None):
             self._drop(worker)
 
     def _drop(self, worker: RewardWorker) -> None:
         """End it; what it was not yet at is computed elsewhere."""
-        self.waiting.extendleft(call for call, *_ in reversed(worker.jobs))
+        self.waiting.extendleft(call for call, *_ in reversed(worker.calls))
         self.workers.remove(worker)
         worker.end()
 
@@ -324,7 +306,7 @@ class RewardWorkerPool:
         self._ring()
         left = set(calls)
         with self.lock:
-            for worker in [w for w in self.workers if any(call in left for call, *_ in w.jobs)]:
+            for worker in [w for w in self.workers if any(call in left for call, *_ in w.calls)]:
                 self._drop(worker)
             with self.changing:
                 self.waiting = deque(call for call in self.waiting if call not in left)
@@ -335,19 +317,11 @@ class RewardWorkerPool:
             return
         self._ring()
         with self.lock, self.changing:
-            every = [*self.waiting, *(call for worker in self.workers for call, *_ in worker.jobs)]
+            every = [*self.waiting, *(call for worker in self.workers for call, *_ in worker.calls)]
             self.waiting.clear()
             _end_all(self.workers, self.process)
             for call in every:
                 call.fail("the processes that compute rewards were ended")
-
-
-def _reply(line: bytes) -> dict[str, Any]:
-    try:
-        reply = json.loads(line)
-    except (ValueError, RecursionError):
-        reply = None
-    return reply if isinstance(reply, dict) else {"number": "none"}
 
 
 def _outcomes(reply: Mapping[str, Any], count: int) -> list[RewardOutcome] | None:

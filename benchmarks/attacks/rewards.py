@@ -146,41 +146,38 @@ def shifts(name: str) -> Callable[[Path], str | None]:
 
 def any_number() -> None:
     """Any answer counts for the response that is waiting, and a forked child answers too."""
-    answers = worker_pool.RewardWorker.answers
+    read_replies = worker_pool.RewardWorker.replies
 
     def numbered(worker: worker_pool.RewardWorker) -> list[dict[str, Any]]:
-        waiting = [number for _, number, _ in worker.jobs]
-        replies = answers(worker)
+        waiting = [number for _, number, _ in worker.calls]
+        replies = read_replies(worker)
         return [
             reply | {"number": waiting[min(i, len(waiting) - 1)]} if waiting and "answers" in reply else reply
             for i, reply in enumerate(replies)
         ]
 
-    worker_pool.RewardWorker.answers = numbered  # type: ignore[method-assign]
-    patch_graders("g.os = type(sys)('os'); vars(g.os).update(vars(os)); g.os._exit = lambda code: None")
+    worker_pool.RewardWorker.replies = numbered  # type: ignore[method-assign]
+    patch_graders(
+        "import ascent.processes.call_loop as loop; loop.os = type(sys)('os'); vars(loop.os).update(vars(os)); "
+        "loop.os._exit = lambda code: None"
+    )
 
 
 def patch_graders(code: str) -> None:
-    """Let every grading process run this first; `g` is the module that it runs."""
+    """Let every reward worker run this first, in its supervisor."""
     start = supervisor.subprocess.Popen
 
     def patched(command: list[str], **more: Any) -> Any:
-        first = f"import ascent.tasks.reward_worker as g, os, sys; {code}; "
-        return start(
-            [
-                *command[:-1],
-                command[-1].replace("from ascent.tasks.reward_worker", f"{first}from ascent.tasks.reward_worker"),
-            ],
-            **more,
-        )
+        imported = "from ascent.processes.supervisor"
+        return start([*command[:-1], command[-1].replace(imported, f"import os, sys; {code}; {imported}")], **more)
 
     supervisor.subprocess = type(sys)("subprocess")
     vars(supervisor.subprocess).update(vars(__import__("subprocess")) | {"Popen": patched})
 
 
 def no_deadline() -> None:
-    note = worker_pool.RewardWorker.note
-    worker_pool.RewardWorker.note = lambda worker, call, _: note(worker, call, 1e6)  # type: ignore[method-assign]
+    add = worker_pool.RewardWorker.add_call
+    worker_pool.RewardWorker.add_call = lambda worker, call, _: add(worker, call, 1e6)  # type: ignore[method-assign]
 
 
 # ---- secrets, memory, processes ----------------------------------------------------------------------------
@@ -246,7 +243,7 @@ def outlives(ending: str) -> Callable[[Path], str | None]:
 
 
 def leave_children() -> None:
-    patch_graders("import ascent.processes.supervisor as k; g.end_children = k.prctl = lambda *_: None")
+    patch_graders("import ascent.processes.supervisor as s; s._end_children = s._prctl = lambda *_: None")
 
 
 # ---- small tasks ---------------------------------------------------------------------------------------------

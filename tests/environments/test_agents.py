@@ -216,8 +216,8 @@ def test_a_process_of_which_nothing_is_left_running_plays_another_episode(folder
         assert len({first, second, third["pid"], last}) == 4
         wait_until(lambda: not any(alive(int(pid)) for pid in (first, second, third["pid"])))
         os.kill(int(last), 9)  # while nobody listens to it
-        lines = [agent.pool.rows[number].line for number in agent.idle]  # type: ignore[attr-defined]
-        wait_until(lambda: not any(line.silent for line in lines))  # its keeper has said so
+        channels = [agent.pool.episodes[number].channel for number in agent.idle]  # type: ignore[attr-defined]
+        wait_until(lambda: not any(channel.is_silent for channel in channels))  # its supervisor has reported it
         again = play("pid")["pid"]
         assert again != last
     wait_until(lambda: not alive(int(again)))
@@ -242,7 +242,7 @@ def test_a_run_that_is_given_up_ends_what_is_still_running(agent: Agent) -> None
     assert next(run) == (1, AgentResult(1.0))
     run.close()  # type: ignore[attr-defined]
     assert outcomes(agent, [given("bool")]) == [AgentResult(1.0)]
-    assert agent.pool.rows.keys() == agent.idle.keys()  # type: ignore[attr-defined]
+    assert agent.pool.episodes.keys() == agent.idle.keys()  # type: ignore[attr-defined]
 
 
 def test_an_agent_that_is_closed_under_way_says_so_and_can_be_used_again(agent: Agent) -> None:
@@ -502,6 +502,7 @@ def test_an_answer_becomes_an_action_by_the_servers_schema() -> None:
 BRIDGE = """
 import json, sys, time
 say = lambda answer: print(json.dumps(answer), flush=True)
+open(sys.argv[1]).close()  # the bridge that it stands in for
 taskset = sys.argv[2]
 if taskset == "missing":
     say({"error": "ModuleNotFoundError: no taskset"})
@@ -579,7 +580,7 @@ def test_the_deadline_of_an_episode_is_its_own_though_another_run_hears_that_it_
     with closing(read_agent(f"verifiers:guess:{environment}")) as agent:
         long, bridge = (
             3600.0,
-            SimpleNamespace(hear=lambda _: [{"began": 7}], line=SimpleNamespace(ended=False), ready=1),
+            SimpleNamespace(hear=lambda _: [{"began": 7}], channel=SimpleNamespace(ended=""), ready=1),
         )
         assert isinstance(agent, verifiers_agent.VerifiersAgent)
         agent.deadlines[7] = long, float("inf")

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -22,9 +21,12 @@ import cloudpickle
 import pytest
 
 from ascent.environments import episode_pool
-from ascent.environments.episode_pool import LONGEST, OVER, EpisodePool, LocalEpisodes, Reply
+from ascent.environments.episode_pool import OVER, EpisodePool, LocalEpisodes, Reply
 from ascent.environments.episode_process import OBSERVATION, Source, load_environment
-from ascent.processes.supervisor import Limits
+from ascent.processes import channel as channel_module
+from ascent.processes.channel import MAX_MESSAGE_BYTES, PolledChannel
+from ascent.processes.fork_server import ForkServer
+from ascent.processes.supervisor import START_SECONDS, Limits
 from ascent.tasks.environment import Environment, Step
 from ascent.tasks.text.text_task import Problem
 
@@ -204,7 +206,7 @@ BAD = {
     "a fork bomb": LATE,
     "speak out of turn": "an answer that is not the one to this turn",
     "half an answer": LATE,
-    "speak for ever": f"an answer of more than {LONGEST:,} bytes",
+    "speak for ever": f"an answer of more than {MAX_MESSAGE_BYTES:,} bytes",
     "deep words": "an answer that is not the one to this turn",
     "nothing": r"^step returned a NoneType: a step is Step\(observation, reward, done, reason\)$",
     "words": "^step returned a str: a step is",
@@ -308,7 +310,7 @@ def begun(pool: Any, count: int, prompt: str = "p", first: int = 0) -> dict[int,
 def attacks(pool: EpisodePool) -> Iterator[dict[str, Reply]]:
     """All of them at once, with an episode that does nothing odd beside each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(episode_pool, "READING", 0.5)
+        patch.setattr(episode_pool, "READ_SECONDS", 0.5)
         yield attack(pool)
 
 
@@ -354,7 +356,7 @@ def test_a_step_that_does_odd_things_and_yet_is_one(act: str, attacks: dict[str,
 def test_what_failed_or_ended_leaves_no_process(attacks: dict[str, Reply], pool: EpisodePool) -> None:
     """The warm process and its keeper alone are left."""
     assert soon(lambda: len(marked()) == 2), marked()
-    assert not pool.rows and not pool.files
+    assert not pool.episodes and not pool.active
 
 
 def test_a_group_shares_its_beginning_and_nothing_later(pool: EpisodePool) -> None:
@@ -420,7 +422,7 @@ def test_calls_beyond_the_most_wait_and_parked_episodes_hold_nobody_up(pool: Epi
     begun(pool, 5)  # all are alive and none is asked anything
     for episode in range(5):
         pool.step(episode, "go")
-    assert len(pool.busy) == 2
+    assert len(pool.active) == 2
     pool.end(4)
     pool.end(0)
     assert heard(pool, 3).keys() == {1, 2, 3}
@@ -482,13 +484,13 @@ def test_calls_that_nobody_can_answer(pool: EpisodePool, odd: str) -> None:
 
 def test_one_warm_process_that_dies_is_started_anew_and_episodes_go_on(pool: EpisodePool) -> None:
     begun(pool, 3)
-    first = pool.warm
+    first = pool.server
     for episode, action in enumerate(("kill the warm process", "go", "go")):
         pool.step(episode, action)
     assert heard(pool, 3)[0].step == Step("killed")
-    assert soon(lambda: pool.answers(0.0) == [] and pool.warm is None)
+    assert soon(lambda: pool.answers(0.0) == [] and pool.server is None)
     begun(pool, 1, first=3)
-    assert pool.warm is not first
+    assert pool.server is not first
     for episode in range(4):
         pool.step(episode, "go")
     answers = heard(pool, 4)
@@ -574,7 +576,7 @@ def test_a_closed_pool_leaves_nothing_though_everything_hangs_and_starts_again(o
             pool.step(episode, action)
         heard(pool, 2)
         pool.begin(6, Problem("p"), 7, 6)
-        (kept,) = pool.kept
+        (kept,) = pool.servers
         pool.close()
         assert kept.process.returncode == 0, "its keeper was done within its time, and nobody had to kill it"
         assert set(marked()) <= set(before)
@@ -672,25 +674,24 @@ os.kill(os.getpid(), signal.SIGKILL)
 # ---- processes that answer anything -----------------------------------------------------------------------------
 
 
-class StandInWarm:
-    """Stands in for the process that episodes are forked from: the test itself holds the other ends."""
+class StandInServer:
+    """Stands in for the fork server: the test itself holds the other ends."""
 
-    made: ClassVar[list[StandInWarm]] = []
+    made: ClassVar[list[StandInServer]] = []
     starts: ClassVar[bool] = True
 
     def __init__(self, *_: Any):
-        self.socket, self.other = socket.socketpair()
-        self.line = episode_pool.ProcessLine(self.socket)
-        self.ready, self.full, self.deadline, self.ended = self.starts, False, math.inf, False
+        ours, self.other = socket.socketpair()
+        self.channel = PolledChannel(ours)
+        self.is_ready, self.deadline, self.ended = self.starts, math.inf, False
         self.process = SimpleNamespace(poll=lambda: -9 if self.ended else None)
         self.made.append(self)
 
     def end(self) -> None:
         self.ended = True
-        self.socket.close(), self.other.close()
+        self.channel.socket.close(), self.other.close()
 
-    def ending(self) -> str:
-        return "SIGKILL"
+    fork, receive = ForkServer.fork, ForkServer.receive
 
     def take(self) -> socket.socket:
         """The line of the episode that is to be made next."""
@@ -699,8 +700,8 @@ class StandInWarm:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[EpisodePool]:
-    monkeypatch.setattr(episode_pool, "_Warm", StandInWarm)
-    monkeypatch.setattr(StandInWarm, "made", [])
+    monkeypatch.setattr(episode_pool, "ForkServer", StandInServer)
+    monkeypatch.setattr(StandInServer, "made", [])
     with closing(EpisodePool(Source("python:nowhere.py:E"), LIMITS)) as pool:
         yield pool
 
@@ -708,10 +709,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[EpisodePool]:
 def answered(pool: EpisodePool, reply: Any, before: Any = None) -> Reply:
     """What becomes of an episode whose process says this, with the number of its call."""
     pool.begin(0, Problem("p"), 7, 0, seconds=5.0)
-    with StandInWarm.made[-1].take() as line:
+    with StandInServer.made[-1].take() as line:
         for said in (before, reply):
             if isinstance(said, dict):
-                said = {k: pool.rows[0].number if v == "NUMBER" else v for k, v in said.items()}
+                said = {k: pool.episodes[0].number if v == "NUMBER" else v for k, v in said.items()}
                 line.sendall(json.dumps(said).encode() + b"\n")
         (found,) = pool.answers(5.0)
     return found
@@ -736,7 +737,7 @@ BEGAN, STEP = {"began": 1e9}, ["seen", 0.5, False, "why"]
 def test_what_is_no_step_is_the_error_of_its_episode(stand_in: EpisodePool, reply: Any, error: str) -> None:
     found = answered(stand_in, reply, BEGAN)
     assert found.step is None and error in str(found.error)
-    assert not stand_in.rows and not stand_in.busy
+    assert not stand_in.episodes and not stand_in.active
 
 
 def test_a_step_and_an_error_before_the_beginning(stand_in: EpisodePool) -> None:
@@ -748,39 +749,39 @@ def test_a_step_and_an_error_before_the_beginning(stand_in: EpisodePool) -> None
 
 def test_an_episode_that_was_never_made_is_asked_for_again_and_only_once(stand_in: EpisodePool) -> None:
     stand_in.begin(0, Problem("p"), 7, 0)
-    StandInWarm.made[0].take().close()
+    StandInServer.made[0].take().close()
     assert stand_in.answers(0.05) == [] and not stand_in.done
-    StandInWarm.made[0].take().close()
+    StandInServer.made[0].take().close()
     (found,) = stand_in.answers(5.0)
     assert found.error == "its environment ended its process: it closed its pipe"
 
 
 def test_a_warm_process_that_does_not_start_is_given_up(stand_in: EpisodePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StandInWarm, "starts", False)
+    monkeypatch.setattr(StandInServer, "starts", False)
     stand_in.begin(1, Problem("p"), 7, 0)
-    (warm,) = StandInWarm.made
+    (warm,) = StandInServer.made
     assert stand_in.answers(0.0) == [] and not warm.ended
     warm.deadline = 0.0
     (found,) = stand_in.answers(5.0)
-    words = f"the process that makes its environment did not start within {episode_pool.START:g} s"
+    words = f"the process that makes its environment did not start within {START_SECONDS:g} s"
     assert (found.episode, found.error) == (1, words)
-    assert warm.ended and stand_in.kept == [] and stand_in.warm is None
+    assert warm.ended and stand_in.servers == [] and stand_in.server is None
 
 
 def test_a_warm_process_that_died_is_replaced_and_two_are_an_error(
     stand_in: EpisodePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StandInWarm, "starts", False)
+    monkeypatch.setattr(StandInServer, "starts", False)
     stand_in.begin(1, Problem("p"), 7, 0)
-    (first,) = StandInWarm.made
+    (first,) = StandInServer.made
     first.other.close()
     first.process.poll = lambda: -9
     assert stand_in.answers(0.05) == []
-    first, second = StandInWarm.made
-    assert first.ended and stand_in.kept == [second], "what is left of the first one is gone"
+    first, second = StandInServer.made
+    assert first.ended and stand_in.servers == [second], "what is left of the first one is gone"
     second.other.close()
     (found,) = stand_in.answers(5.0)
-    assert found.error == "the process that makes its environment ended twice: SIGKILL"
+    assert found.error == "the process that makes its environment ended twice: it closed its pipe"
 
 
 def test_a_warm_process_that_takes_no_more_is_asked_again(
@@ -790,12 +791,14 @@ def test_a_warm_process_that_takes_no_more_is_asked_again(
         raise BlockingIOError
 
     with monkeypatch.context() as patch:
-        patch.setattr(episode_pool.socket, "send_fds", refuse)
+        patch.setattr(channel_module.socket, "send_fds", refuse)
         stand_in.begin(0, Problem("p"), 7, 0)
-    assert StandInWarm.made[0].full and stand_in.rows[0].line is None and list(stand_in.queue) == [0]
+    assert (
+        StandInServer.made[0].channel.is_full and stand_in.episodes[0].channel is None and list(stand_in.queue) == [0]
+    )
     assert stand_in.answers(0.05) == []
-    with StandInWarm.made[0].take() as line:
-        assert not StandInWarm.made[0].full
+    with StandInServer.made[0].take() as line:
+        assert not StandInServer.made[0].channel.is_full
         line.sendall(b'{"error": "heard"}\n')
         assert stand_in.answers(5.0)[0].error == "heard"
 
@@ -805,23 +808,7 @@ def test_no_process_can_be_made(stand_in: EpisodePool, monkeypatch: pytest.Monke
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(episode_pool.socket, "socketpair", refuse)
+        patch.setattr(channel_module.socket, "socketpair", refuse)
         stand_in.begin(0, Problem("p"), 7, 0)
     (found,) = stand_in.answers(0.0)
     assert found.error == "no process can be made for it: [Errno 24] Too many open files"
-
-
-def test_a_line_that_takes_no_more_goes_on_when_it_can() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        line, content = episode_pool.ProcessLine(ours), bytes(1 << 22)
-        line.write(content)
-        assert line.out and line.events & select.POLLOUT
-        received = len(theirs.recv(1 << 16))
-        while received < len(content):
-            assert line.hear(select.POLLOUT) == []
-            received += len(theirs.recv(1 << 20))
-        assert not line.out and not line.events & select.POLLOUT
-        theirs.sendall(b'{"a": 1}\n[1]\n{"b"')
-        assert line.hear(select.POLLIN) == [{"a": 1}, {}] and line.read == b'{"b"' and not line.ended
-    assert line.hear(select.POLLIN) == [] and line.ended, "a line that is closed has ended"

@@ -49,7 +49,7 @@ class Play:
 
     def __init__(self, pool: EpisodePool, game: str, shared: int = 1, own: int = 1):
         self.pool = pool
-        self.number = max(pool.rows, default=0) + 1
+        self.number = max(pool.episodes, default=0) + 1
         pool.begin(self.number, Problem(game), shared, own)
         self.first = self._reply()
 

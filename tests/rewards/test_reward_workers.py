@@ -80,9 +80,9 @@ def f(prompt, response, answer, **columns):
                 pass
         time.sleep(60)
     if response == "more fields":
-        import ascent.tasks.reward_worker as workers
-        say = workers.say
-        workers.say = lambda pipe, answer: say(pipe, {**answer, "surprise": 1})
+        from ascent.processes.channel import Channel
+        write = Channel.write
+        Channel.write = lambda channel, answer: write(channel, {**answer, "surprise": 1})
         return 1.0
     if response == "daemons":
         subprocess.Popen(SLEEP.split(), start_new_session=True)
@@ -272,8 +272,8 @@ def test_quick_rewards_are_sent_several_at_once_and_one_that_fails_costs_no_othe
     own: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[int] = []
-    begin = RewardWorker.begin
-    monkeypatch.setattr(RewardWorker, "begin", lambda worker, frames: sent.append(len(frames)) or begin(worker, frames))
+    send = RewardWorker.send_calls
+    monkeypatch.setattr(RewardWorker, "send_calls", lambda self, lines: sent.append(len(lines)) or send(self, lines))
     with closing(RewardWorkerPool([Grader(own("f"))], 1, Limits(1.0))) as pool:
         assert pool.run([job("plain")]) == [RewardOutcome(1.0)] and pool.pace is not None
         pool.pace = 1e-4
@@ -295,7 +295,7 @@ def test_an_interrupted_call_does_not_answer_the_next_one(own: Callable[[str], s
     pool.run([job("plain")])
 
     def interrupt() -> None:
-        while not pool.workers[0].jobs:
+        while not pool.workers[0].calls:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -86,7 +86,7 @@ class PooledAgent:
                 for reply in self.pool.answers(GLANCE):
                     self._take(reply)
             ended = [(number, self.outcomes.pop(number)) for number in numbers if number in self.outcomes]
-            lost = [number for number in numbers if number not in self.pool.rows] if not ended else []
+            lost = [number for number in numbers if number not in self.pool.episodes] if not ended else []
         if not ended:
             time.sleep(0.001)  # a lock is nobody's turn: without a pause this thread would take it again
         return ended or [(number, AgentResult(error=CLOSED)) for number in lost]

@@ -23,8 +23,8 @@ from typing import IO, Any
 
 from ascent.environments.agents.agent import Assignment
 from ascent.environments.agents.agent_pool import written_outcome
+from ascent.processes.channel import describe_exit
 from ascent.processes.reward_calls import RewardCallError
-from ascent.processes.supervisor import ending_words
 from ascent.tasks.environment import Environment
 
 LONGEST = 100_000
@@ -58,7 +58,7 @@ class CommandAgent(Environment):
             code, output, errors = _ended(process)
         if code != 0:
             last = (errors.split("\n")[-1] or output.split("\n")[-1])[-WORDS:]
-            raise RewardCallError(f"the program ended with {ending_words(code)}" + (f": {last}" if last else ""))
+            raise RewardCallError(f"the program ended with {describe_exit(code)}" + (f": {last}" if last else ""))
         return written_outcome(_reward(output.split("\n")[-1]))
 
 

@@ -1,15 +1,13 @@
-"""An environment of verifiers as an agent: one process of the virtual environment that verifiers is in, under a keeper.
+"""An agent that runs an environment of verifiers in a supervised process of the virtual environment of verifiers.
 
-The process (inside/bridge.py) runs all episodes, side by side. One that misses its deadline is given up; where the
-process itself no longer answers, or dies, its episodes are invalid and the next ones get a new process. A row's column
-`task` is the number of its task in the taskset.
+The process (inside/verifiers_bridge.py) runs all episodes concurrently. An episode that misses its deadline is given
+up. If the process dies or no longer answers, its episodes are invalid and the next ones get a new process. A row's
+column `task` is the number of its task in the taskset.
 """
 
 import itertools
 import json
 import os
-import select
-import subprocess
 import threading
 import time
 import weakref
@@ -21,22 +19,12 @@ from typing import Any
 from ascent.core.errors import ConfigError
 from ascent.environments.agents.agent import AgentResult, Assignment
 from ascent.environments.agents.agent_pool import CLOSED, GLANCE, read_outcome
-from ascent.environments.episode_pool import ProcessLine
+from ascent.processes.channel import Channel, poll_channels
 from ascent.processes.reward_calls import REASON
-from ascent.processes.supervisor import (
-    ENDING,
-    START,
-    Limits,
-    SupervisedProcess,
-    end_as,
-    end_children,
-    fork_child,
-    lifelines,
-    wait_for,
-)
+from ascent.processes.supervisor import START_SECONDS, Limits, SupervisedProcess
 from ascent.tasks.agent_sources import split_verifiers
 
-BRIDGE = Path(__file__).parent / "inside" / "bridge.py"
+BRIDGE = Path(__file__).parent / "inside" / "verifiers_bridge.py"
 GRACE = 10.0
 """Seconds after an episode's deadline until the process, which has not said that it is late, is ended."""
 
@@ -63,7 +51,7 @@ class VerifiersAgent:
             for place, given in enumerate(assignments):
                 number = next(self.numbers)
                 job = {"id": number, "url": given.url, "key": given.key, "seconds": given.seconds}
-                bridge.line.write(json.dumps(job | {"task": given.problem.columns.get("task")}).encode() + b"\n")
+                bridge.channel.send(json.dumps(job | {"task": given.problem.columns.get("task")}).encode())
                 places[number], self.deadlines[number] = place, (given.seconds, float("inf"))
         try:
             while places:
@@ -75,13 +63,13 @@ class VerifiersAgent:
                     self.deadlines.pop(number, None)
                     self.outcomes.pop(number, None)
                     if self.kept:
-                        self.kept[0].line.write(json.dumps({"cancel": number}).encode() + b"\n")
+                        self.kept[0].channel.send(json.dumps({"cancel": number}).encode())
 
     def rows(self, count: int) -> list[dict[str, Any]]:
         """The first tasks, as rows to train on."""
         with self.lock:
-            bridge, until = self._bridge(), time.monotonic() + START
-            bridge.line.write(json.dumps({"rows": count}).encode() + b"\n")
+            bridge, until = self._bridge(), time.monotonic() + START_SECONDS
+            bridge.channel.send(json.dumps({"rows": count}).encode())
             while time.monotonic() < until and self.kept:
                 for reply in bridge.hear(GLANCE):
                     if isinstance(reply.get("rows"), list):
@@ -90,7 +78,7 @@ class VerifiersAgent:
                         raise ConfigError(
                             f"--agent verifiers:{self.taskset}: it cannot be loaded: {reply['error']:.300}"
                         )
-                if bridge.line.ended:
+                if bridge.channel.ended:
                     break
             self._end()
         raise ConfigError(f"--agent verifiers:{self.taskset}: the process of verifiers ended without an answer")
@@ -134,12 +122,10 @@ class VerifiersAgent:
             elif self.deadlines.pop(reply.get("id", -1), None) is not None:
                 self.outcomes[reply["id"]] = read_outcome(json.dumps(reply))
         now = time.monotonic()
-        if bridge.line.ended:
-            with suppress(subprocess.TimeoutExpired):
-                bridge.process.wait(ENDING)
-            self._lose(f"the process of verifiers ended: {bridge.ending()}")
+        if bridge.channel.ended:
+            self._lose(f"the process of verifiers ended: {bridge.channel.ended}")
         elif not bridge.ready and now > bridge.deadline:
-            self._lose(f"the process of verifiers did not start within {START:g} s")
+            self._lose(f"the process of verifiers did not start within {START_SECONDS:g} s")
         elif any(now > deadline for _, deadline in self.deadlines.values()):
             self._lose("the process of verifiers no longer answers")
 
@@ -160,35 +146,23 @@ class _Bridge(SupervisedProcess):
 
     def __init__(self, folder: str, taskset: str, most: int, limits: Limits):
         command = [str(Path(folder, "bin", "python")), str(BRIDGE), taskset, str(most)]
-        super().__init__(
-            "ascent.environments.agents.verifiers_agent:keep_bridge", limits, ASCENT_BRIDGE=json.dumps(command)
-        )
-        self.line, self.ready, self.deadline = ProcessLine(self.socket), False, time.monotonic() + START
+        program = "ascent.environments.agents.verifiers_agent:exec_bridge"
+        super().__init__(program, limits, ASCENT_BRIDGE=json.dumps(command))
+        self.ready, self.deadline = False, time.monotonic() + START_SECONDS
 
     def hear(self, wait: float) -> list[dict[str, Any]]:
-        """Its replies; waits at most so many seconds for the first."""
-        poll = select.poll()
-        poll.register(self.socket, self.line.events)
-        replies = [reply for _, event in poll.poll(1000 * wait) for reply in self.line.hear(event)]
+        """Return its replies; wait at most `wait` seconds for the first."""
+        replies = self.channel.receive_objects() if poll_channels([self.channel], wait) else []
         self.ready = self.ready or any("ready" in reply for reply in replies)
         return replies
 
 
-def keep_bridge(pipe: int, lifeline: int, parent: int, memory: int) -> None:
-    """The keeper of it: it ends all that verifiers starts, with it or with the parent."""
-    ends = lifelines(lifeline, parent)
-    child = fork_child(lambda: _become_bridge(pipe), ends, memory)
-    os.close(pipe)
-    status = wait_for(child, ends)
-    end_children(child)
-    end_as(status or 0)
-
-
-def _become_bridge(pipe: int) -> None:
+def exec_bridge(channel: Channel) -> None:
+    """Become the process of verifiers: the channel is its stdin and stdout."""
     command = json.loads(os.environ["ASCENT_BRIDGE"])
-    os.dup2(pipe, 0)
-    os.dup2(pipe, 1)
-    ours = ("ASCENT_BRIDGE", "VIRTUAL_ENV")
-    mine = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith("PYTHON")}
+    os.dup2(channel.socket.fileno(), 0)
+    os.dup2(channel.socket.fileno(), 1)
+    hidden = ("ASCENT_BRIDGE", "VIRTUAL_ENV")
+    names = [name for name in os.environ if name not in hidden and not name.startswith("PYTHON")]
     with suppress(OSError):
-        os.execve(command[0], command, mine)
+        os.execve(command[0], command, {name: os.environ[name] for name in names})
