@@ -35,7 +35,7 @@ from ascent.core.loop import PhaseTimer, collect
 from ascent.core.protocols import FinishedRollouts, RolloutEngine, RolloutRequest
 from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Prompts, Rollouts
-from ascent.inference.engine import LanguageSampler
+from ascent.inference.engine import LocalEngine
 from ascent.models import CausalLM, PerPosition
 from ascent.runs.statistics import interval
 from ascent.tasks.small.sorting import Sort
@@ -142,7 +142,7 @@ def learn(seeds: int) -> list[dict[str, Any]]:
 # ---- lanes ----------------------------------------------------------------------------------------------------
 
 
-class Ragged(LanguageSampler):
+class Ragged(LocalEngine):
     """Every response has a length of its own, by its problem and its place."""
 
     lengths: Tensor

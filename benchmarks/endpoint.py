@@ -41,7 +41,7 @@ from ascent.build.model_verification import prove
 from ascent.core.types import Prompts
 from ascent.environments.chat_session import ChatWriter, Session
 from ascent.inference.continuous_batching import serve_requests
-from ascent.inference.engine import LanguageSampler
+from ascent.inference.engine import LocalEngine
 from ascent.inference.request_queue import RequestQueue
 from ascent.rollout.agents import ServerThread
 from ascent.server.endpoint import Endpoint
@@ -184,17 +184,17 @@ def client(pipe: Any) -> None:
 
 
 @contextmanager
-def serving(sampler: LanguageSampler, slots: int, limit: int, longest: int, writer: Any) -> Iterator[Any]:
-    desk = RequestQueue(slots)
+def serving(sampler: LocalEngine, slots: int, limit: int, longest: int, writer: Any) -> Iterator[Any]:
+    queue = RequestQueue(slots)
     rules = SessionRules(limit + longest, longest, limit, fixed=True)
-    endpoint = Endpoint(desk, writer, rules, sampler.lm.vocab)
+    endpoint = Endpoint(queue, writer, rules, sampler.lm.vocab)
     server = ServerThread(endpoint).start()
-    decoding = threading.Thread(target=serve_requests, args=(sampler, desk, slots, limit, longest))
+    decoding = threading.Thread(target=serve_requests, args=(sampler, queue, slots, limit, longest))
     decoding.start()
     try:
         yield endpoint, server.port
     finally:
-        desk.close()
+        queue.close()
         decoding.join()
         server.close()
 
@@ -207,7 +207,7 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
     prompt = prompts_of(sessions, lm.vocab, 50, 70)
     limit = tokens + TURNS * OBSERVED
     prove(lm, 70 + limit)
-    sampler = LanguageSampler(lm, tokens, 1.0, torch.Generator().manual_seed(0), rows=sessions)
+    sampler = LocalEngine(lm, tokens, 1.0, torch.Generator().manual_seed(0), rows=sessions)
     ids = [row[row >= 0].tolist() for row in prompt]
     mine, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=client, args=(theirs,), daemon=True)
@@ -277,7 +277,7 @@ async def attack(port: int, key: str, closed: str, words: list[int]) -> dict[str
 def attacks(folder: Path) -> tuple[dict[str, bool], int]:
     """Everything that was tried while a session talked; and what it drew, alone and beside them."""
     lm = tiny(folder)
-    sampler = LanguageSampler(lm, 300, 1.0, torch.Generator(), rows=4)
+    sampler = LocalEngine(lm, 300, 1.0, torch.Generator(), rows=4)
     sampler.version = 0
     with serving(sampler, 8, 300, 120, ChatWriter(lm.tokenizer, lm.ends)) as (endpoint, port):
         sessions = [endpoint.open(Session(seed), endpoint.rules) for seed in (7, 7, 3, 4)]
@@ -293,7 +293,7 @@ def attacks(folder: Path) -> tuple[dict[str, bool], int]:
         held = asyncio.run(together())
         same = (alone.session.prompt, alone.session.response, alone.session.drawn)
         held["nothing leaks"] = same == (beside.session.prompt, beside.session.response, beside.session.drawn)
-        held["nothing is left"] = not endpoint.desk.active
+        held["nothing is left"] = not endpoint.queue.active
     return held, beside.session.turns
 
 

@@ -24,7 +24,7 @@ import torch
 
 from ascent.build.model_verification import prove
 from ascent.core.types import Prompts
-from ascent.inference.engine import LanguageSampler
+from ascent.inference.engine import LocalEngine
 from ascent.models import LanguageModel
 from ascent.training.language_learner import LanguageLearner
 from ascent.training.micro_batches import bytes_per_token
@@ -107,7 +107,7 @@ def timed(work: Callable[[], Any], repeats: int, on_card: bool) -> tuple[list[fl
 
 def rollout(lm: LanguageModel, job: Job, repeats: int) -> dict[str, Any]:
     on_card = lm.device.type == "cuda"
-    sampler = LanguageSampler(lm, job.tokens, 1.0, torch.Generator().manual_seed(0))
+    sampler = LocalEngine(lm, job.tokens, 1.0, torch.Generator().manual_seed(0))
     table = torch.tensor(lengths_in(job))
     sampler.limits = lambda *_: table.flatten()  # type: ignore[assignment, method-assign, misc]
     ids = torch.randint(3, lm.vocab, (job.prompts, PROMPT), generator=torch.Generator().manual_seed(0))

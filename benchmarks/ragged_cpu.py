@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ascent.build.model_verification import prove
 from ascent.core.sampling_params import SamplingParams
-from ascent.inference.engine import LanguageSampler
+from ascent.inference.engine import LocalEngine
 from ascent.inference.generation_state import GenerationState
 from ascent.inference.runners.paged import PAGE, PagedRunner
 from ascent.models import CausalLM, LanguageModel
@@ -57,7 +57,7 @@ def draw(
 ) -> tuple[GenerationState, Any, float, float]:
     limit, total = int(lengths.max()), int(lengths.sum())
     seeds = torch.arange(len(lengths))
-    sampler = LanguageSampler(lm, limit, 1.0, torch.Generator())
+    sampler = LocalEngine(lm, limit, 1.0, torch.Generator())
     if name == "before":
         sampler.packed, sampler.decoder = None, PagedRunner
     with sampler.prepared() as head:

@@ -27,7 +27,7 @@ import torch
 
 from ascent.build.model_verification import prove
 from ascent.core.types import Prompts
-from ascent.inference.engine import LanguageSampler
+from ascent.inference.engine import LocalEngine
 from ascent.models import CausalLM
 from benchmarks.common import close, show
 from benchmarks.peers import THREADS, Answer, Peer, in_turns, middle, raw
@@ -47,7 +47,7 @@ class Ours:
         self.prompt = torch.tensor([ids + [-1] * (width - len(ids)) for ids in self.ids])
         prove(lm, width + tokens)
         lm.ends = frozenset({-1})  # no response ends before the limit
-        self.sampler = LanguageSampler(lm, tokens, 1.0, torch.Generator().manual_seed(0))
+        self.sampler = LocalEngine(lm, tokens, 1.0, torch.Generator().manual_seed(0))
 
     def __call__(self) -> Answer:
         """As after a training step: the parameters are taken to have changed."""

@@ -28,7 +28,7 @@ import torch
 
 from ascent.build.model_verification import prove
 from ascent.core.types import Prompts, Rollouts
-from ascent.inference.engine import LanguageSampler
+from ascent.inference.engine import LocalEngine
 from ascent.inference.runners.cuda_graph import graph_decoder
 from ascent.models import LanguageModel
 from ascent.models.lm_head import Head, token_stats
@@ -100,7 +100,7 @@ def agreement(lm: LanguageModel, rollouts: Rollouts) -> tuple[float, float]:
     return float(apart.abs().mean()), float(apart.mean())
 
 
-def profile(sampler: LanguageSampler, rows: int, steps: int = 8) -> None:
+def profile(sampler: LocalEngine, rows: int, steps: int = 8) -> None:
     """The kernels of a few steps with caches half full, by the time from the end of the kernel before to their own end.
 
     A kernel begins while the one before it runs, so its duration counts time twice; these times add up to the step.
@@ -139,7 +139,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     lm = model_of(shape, device)
     prompt = prompts_of(count, lm.vocab, *lengths)
     prove(lm, prompt.shape[1] + tokens)
-    sampler = LanguageSampler(lm, tokens, 1.0, torch.Generator().manual_seed(0))
+    sampler = LocalEngine(lm, tokens, 1.0, torch.Generator().manual_seed(0))
     decoder, note = graph_decoder(lm)
     assert decoder is not None, note
     sampler.decoder = decoder

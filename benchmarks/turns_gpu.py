@@ -26,7 +26,7 @@ import torch
 
 from ascent.build.model_verification import prove
 from ascent.core.types import Prompts
-from ascent.inference.engine import LanguageSampler
+from ascent.inference.engine import LocalEngine
 from ascent.inference.runners import cuda_graph
 from ascent.rollout.conversations import TurnReply
 from benchmarks.common import close, options_with_gpu, show
@@ -64,7 +64,7 @@ class Timed:
     def close(self) -> None: ...
 
 
-def timed(sampler: LanguageSampler, prompts: Prompts, samples: int, tokens: int, repeats: int) -> float:
+def timed(sampler: LocalEngine, prompts: Prompts, samples: int, tokens: int, repeats: int) -> float:
     """Seconds of one call, the median; every response has as many tokens as it should."""
     seconds = []
     for _ in range(repeats + 1):
@@ -86,12 +86,12 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     tokens = turns * drawn + (turns - 1) * observed
     prove(lm, prompts.prompt.shape[1] + tokens + 1)
     generator = torch.Generator().manual_seed(0)
-    sampler = LanguageSampler(lm, tokens + 1, 1.0, generator)  # one more, so that the last turn is answered too
+    sampler = LocalEngine(lm, tokens + 1, 1.0, generator)  # one more, so that the last turn is answered too
     if smoke:
         decoder, note = cuda_graph.graph_decoder(lm)
         assert decoder is not None, note
         sampler.decoder = decoder
-    alone = LanguageSampler(lm, tokens, 1.0, generator)
+    alone = LocalEngine(lm, tokens, 1.0, generator)
     alone.decoder = sampler.decoder
 
     def episodes(wait: float, part: int = count, own: int = samples) -> float:

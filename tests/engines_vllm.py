@@ -221,7 +221,7 @@ def test_it_answers_and_streams_behind_the_endpoint(served: Served) -> None:
             with socket.create_connection(("127.0.0.1", service.server.port)) as leaving:
                 leaving.sendall(post(service, json.dumps({"messages": HELLO, "stream": True}).encode()))
                 assert leaving.recv(64)
-            until(lambda: not service.desk.active and running(served.url) == 0)
+            until(lambda: not service.queue.active and running(served.url) == 0)
         finally:
             service.close()
             thread.join()

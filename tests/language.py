@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Batch, Prompts, Rollouts, to_batch
-from ascent.inference.engine import LanguageSampler
+from ascent.inference.engine import LocalEngine
 from ascent.models import LanguageModel
 from ascent.rollout.conversations import TurnReply
 from ascent.training.language_learner import LanguageLearner
@@ -132,10 +132,10 @@ def prompts_of(lengths: tuple[int, ...] = (5, 2, 7), seed: int = 0) -> torch.Ten
     return torch.where(torch.arange(max(lengths)) < torch.tensor(lengths)[:, None], prompt, -1)
 
 
-def sampler_of(lm: LanguageModel, limit: int = 9, seed: int = 0, rows: int = 0, **more: Any) -> LanguageSampler:
+def sampler_of(lm: LanguageModel, limit: int = 9, seed: int = 0, rows: int = 0, **more: Any) -> LocalEngine:
     temperature, stops = more.pop("temperature", 1.0), more.pop("stops", None)
     generator, support = torch.Generator().manual_seed(seed), SamplingParams(**more)
-    return LanguageSampler(lm, limit, temperature, generator, support, rows, stops)
+    return LocalEngine(lm, limit, temperature, generator, support, rows, stops)
 
 
 class AtOnce:

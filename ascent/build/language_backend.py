@@ -30,8 +30,8 @@ from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Prompts, Streams
 from ascent.core.update import Adam
 from ascent.distributed.ranks import SINGLE_PROCESS, Ranks, in_ray_cluster, is_torchrun_process
-from ascent.inference.continuous_batching import PolledSampler
-from ascent.inference.engine import LanguageSampler
+from ascent.inference.continuous_batching import LocalConversationEngine
+from ascent.inference.engine import LocalEngine
 from ascent.inference.occupancy import Timeline
 from ascent.inference.remote.adapters import get_adapter
 from ascent.inference.remote.relay_client import read_key
@@ -187,24 +187,24 @@ class LanguageBackend(Backend):
         kind = RemoteConversationEngine if task.agent else RemoteEngine
         return kind(config.policy, model, task.room, longest, config.temperature, generator, stops, most)
 
-    def local_engine(self, config: Config, model: LanguageModel, generator: torch.Generator) -> LanguageSampler:
+    def local_engine(self, config: Config, model: LanguageModel, generator: torch.Generator) -> LocalEngine:
         task, support = config.task, SamplingParams(config.top_k, config.top_p, config.min_p, config.task.min_tokens)
         stops = Stops(task.stop, model.tokenizer, model.vocab) if task.stop else None
         how = (config.temperature, generator, support, config.policy.rows, stops)
-        kind = PolledSampler if task.agent else LanguageSampler
+        kind = LocalConversationEngine if task.agent else LocalEngine
         return kind(model, task.room, *how, most=task.max_tokens if task.has_environment else 0)
 
     def timeline(self, engine: Any) -> Timeline:
         return engine.timeline
 
     def score_early(self, task: Any, engine: Any) -> None:
-        if isinstance(engine, LanguageSampler) and isinstance(task, TokenizedTask):
+        if isinstance(engine, LocalEngine) and isinstance(task, TokenizedTask):
             engine.score_early = task.score_early
 
     def train_early(self, config: Config, engine: Any, learner: Any) -> None:
         """Only where an update takes all that was drawn: what is left out or cut is known after the rewards."""
         whole = config.minibatches == 1 and isinstance(config.algorithm.groups, All)
-        if whole and isinstance(engine, LanguageSampler) and isinstance(learner, LanguageLearner):
+        if whole and isinstance(engine, LocalEngine) and isinstance(learner, LanguageLearner):
             engine.train_early = learner.begin
 
     def keep_logs(self, engine: Any, folder: Path) -> None:
@@ -289,7 +289,7 @@ class LanguageBackend(Backend):
 
     def engine_for_prompts(
         self, config: Config, policy: LanguageModel, prompts: Prompts, seed: int, version: int
-    ) -> LanguageSampler:
+    ) -> LocalEngine:
         limit, width = config.task.room, prompts.prompt.shape[1]
         room = _positions(policy) or width + limit
         if width + limit > room:
@@ -315,7 +315,7 @@ class LanguageBackend(Backend):
         prove(policy, context, config.policy.share_prompts)
         support = SamplingParams(config.top_k, config.top_p, config.min_p)
         how = (config.temperature, torch.Generator(), support, config.policy.rows)
-        engine = LanguageSampler(policy, context, *how)
+        engine = LocalEngine(policy, context, *how)
         engine.load({}, version)
         return engine
 

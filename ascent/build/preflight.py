@@ -11,7 +11,7 @@ from ascent.core.config import Config
 from ascent.core.groups import without_signal
 from ascent.core.loop import score_rollouts
 from ascent.core.types import Batch
-from ascent.inference.engine import LanguageSampler
+from ascent.inference.engine import LocalEngine
 from ascent.models.causal_lm import is_mixed
 from ascent.models.lm_head import KEEP_BYTES, chunk_bytes
 from ascent.models.quantization import packed_count, parameter_count
@@ -166,7 +166,7 @@ def report_reward(test: Any, report: Report) -> None:
         report.warnings.append("the reward failed part of its self-test, above")
 
 
-def report_sample(config: Config, task: Any, probe: LanguageSampler, report: Report) -> trial_timings.TimedCall:
+def report_sample(config: Config, task: Any, probe: LocalEngine, report: Report) -> trial_timings.TimedCall:
     """A few groups as a step would draw them, from random streams of their own; and how long that took."""
     prompts = task.draw(min(4, config.prompts), torch.Generator().manual_seed(config.seed + 3_000_017))
     rollouts, call = trial_timings.timed(probe, prompts, config.samples)
@@ -227,7 +227,7 @@ def report_seconds(
     config: Config,
     learner: LanguageLearner,
     task: Any,
-    probe: LanguageSampler,
+    probe: LocalEngine,
     sample: trial_timings.TimedCall,
     report: Report,
 ) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Prompts, Rollouts
-from ascent.inference.engine import LanguageSampler
+from ascent.inference.engine import LocalEngine
 from ascent.inference.generation_state import GenerationState
 from ascent.inference.occupancy import Timeline
 from ascent.inference.request_queue import Completion, CompletionDelta, RecordedConversation, Request, RequestQueue
@@ -31,7 +31,7 @@ KEPT = 4096
 """Spans of the timeline that are kept: a server runs for long."""
 
 
-class Slots:
+class IdleSequences:
     """What decoders ask of turns (`engines.turns.Turns`): which responses wait, and where their turns begin."""
 
     def __init__(self, count: int):
@@ -44,14 +44,14 @@ class Slots:
 class Requests(GenerationState):
     """What was drawn for requests, one row per slot."""
 
-    def __init__(self, desk: RequestQueue, sampler: LanguageSampler, head: Any, slots: int, limit: int, longest: int):
+    def __init__(self, queue: RequestQueue, sampler: LocalEngine, head: Any, slots: int, limit: int, longest: int):
         """`limit`: tokens behind a prompt; `longest`: those of a prompt."""
         seeds = torch.zeros(slots, dtype=torch.long)
         super().__init__(slots, limit, sampler.lm.ends, head, seeds, sampler.temperature, sampler.support)
-        self.desk, self.sampler, self.longest, self.open = desk, sampler, longest, True
+        self.queue, self.sampler, self.longest, self.open = queue, sampler, longest, True
         self.mass = self.masses = torch.ones(slots, limit)
         """Those of a turn with every token allowed are not written: what stands there is another turn's."""
-        self.parked = Slots(slots)
+        self.parked = IdleSequences(slots)
         self.turns: Any = self.parked
         self.missing = {-1}  # the call is over when the desk is closed
         self.keeps = sampler.lm.shares
@@ -84,16 +84,16 @@ class Requests(GenerationState):
         return alike
 
     def support_of(self, response: int) -> SamplingParams:
-        own = self.request[response].support
+        own = self.request[response].sampling_params
         return self.support if own is None else own
 
     @property
     def reads(self) -> bool:
-        return any(request.stop or request.watched for request in self.request.values())
+        return any(request.stop or request.stream for request in self.request.values())
 
     @property
     def watched(self) -> bool:
-        return any(request.watched for request in self.request.values())
+        return any(request.stream for request in self.request.values())
 
     def stops_of(self, response: int) -> Stops | None:
         strings = self.request[response].stop
@@ -129,9 +129,9 @@ class Requests(GenerationState):
 
     def _show(self, slot: int, length: int) -> None:
         request, told = self.request[slot], self.told.get(slot, self.begin(slot))
-        if request.watched and length > told and request in self.desk.active:
+        if request.stream and length > told and request in self.queue.active:
             self.told[slot] = length
-            request.tell(
+            request.on_output(
                 CompletionDelta(self.tokens_of(slot, told, length), self.logp.numpy()[slot, told:length].tolist())
             )
 
@@ -144,16 +144,17 @@ class Requests(GenerationState):
         tokens, logp = self.tokens_of(slot, begin, length), self.logp.numpy()[slot, drawn].tolist()
         mass = [1.0] * len(tokens) if whole else self.masses.numpy()[slot, drawn].tolist()
         self.parked.asked[slot] = length
-        self.desk.done(request, Completion(tokens, logp, mass, bool(self.ended[slot]), self.sampler.version))
+        finish_reason = "stop" if self.ended[slot] else "length"
+        self.queue.finish(request, Completion(tokens, logp, mass, finish_reason, self.sampler.version))
 
     # ---- requests that come and go
 
     def answers(self, wait: bool) -> list[tuple[int, list[int]]]:
-        taken = self.desk.take(wait)
+        taken = self.queue.poll(wait)
         del self.timeline.spans[:-KEPT]
-        if self.desk.closed:
+        if self.queue.closed:
             self.missing.clear()
-        for name in taken.forgotten:
+        for name in taken.ended_conversations:
             self.named.pop(self.slot.pop(name, -1), None)
         left = [slot for slot in self.parked.asked if slot not in self.named or not self.keeps]
         gone = set(taken.cancelled)
@@ -184,7 +185,7 @@ class Requests(GenerationState):
     def _place(self, request: Request) -> list[tuple[int, list[int]]]:
         """A slot for a request: that of its conversation, or a free one, or that of whoever has waited longest."""
         heard: list[tuple[int, list[int]]] = []
-        name = request.conversation
+        name = request.conversation_id
         slot = None if name is None else self.slot.get(name)
         if slot in self.request:  # while another turn of it goes on, this one is a conversation of its own
             name = slot = None
@@ -221,12 +222,12 @@ class Requests(GenerationState):
         self.token[slot, :length] = torch.tensor(request.response, dtype=torch.long)
         self.length[slot] = self.parked.begin[slot] = length
         self.seeds[slot] = request.seed  # type: ignore[index]
-        self.limits[slot], self.ended[slot] = min(length + request.limit, self.limit), False
+        self.limits[slot], self.ended[slot] = min(length + request.max_tokens, self.limit), False
         self.request[slot] = request
         self.stopped.discard(slot)
 
 
-class Waves(EagerRunner):
+class EagerRequestRunner(EagerRunner):
     """Requests for architectures whose cache is not ours: all that wait are decoded together, then the next ones."""
 
     def __call__(self) -> None:
@@ -247,12 +248,12 @@ class Waves(EagerRunner):
         assert isinstance(self.drawn, Requests)
         token = self.drawn.next(hidden, row)
         self.drawn.ask(row)
-        going = [self.drawn.request.get(slot) in self.drawn.desk.active for slot in row]
+        going = [self.drawn.request.get(slot) in self.drawn.queue.active for slot in row]
         return token.to(hidden.device), going
 
 
 @contextmanager
-def taking_turns() -> Iterator[None]:
+def short_switch_interval() -> Iterator[None]:
     """Inside, no thread keeps the interpreter for long: one that decodes gives it up with every operation."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, SWITCH))
@@ -264,19 +265,19 @@ def taking_turns() -> Iterator[None]:
 
 @torch.no_grad()
 def serve_requests(
-    sampler: LanguageSampler, desk: RequestQueue, slots: int, limit: int, longest: int, room: int = 0
+    sampler: LocalEngine, queue: RequestQueue, slots: int, limit: int, longest: int, room: int = 0
 ) -> Timeline:
     """Decode what comes to a desk until it is closed. The calling thread does the work."""
-    with sampler.prepared() as head, taking_turns():
-        drawn = Requests(desk, sampler, head, slots, limit, longest)
+    with sampler.prepared() as head, short_switch_interval():
+        drawn = Requests(queue, sampler, head, slots, limit, longest)
         if sampler.lm.shares:
             sampler.decoder(sampler.lm, [], 1, sampler.rows, drawn, room or sampler.room)()
         else:
-            Waves(sampler.lm, [], 1, sampler.rows, drawn)()
+            EagerRequestRunner(sampler.lm, [], 1, sampler.rows, drawn)()
     return drawn.timeline
 
 
-class PolledSampler(LanguageSampler):
+class LocalConversationEngine(LocalEngine):
     """Responses are conversations that others lead with the policy, over requests."""
 
     @torch.no_grad()
@@ -291,12 +292,12 @@ class PolledSampler(LanguageSampler):
             seeds = response_seeds(len(prompts), samples, self.generator, seed).flatten().tolist()
         with closing(prompts.play(prompts, samples, seeds)) as visits:
             visits.begin(self.limits(prompts, samples, limit).tolist(), limit, self.temperature, self.support, greedy)
-            self.latest = serve_requests(self, visits.desk, count, limit, visits.longest)
+            self.latest = serve_requests(self, visits.queue, count, limit, visits.longest)
             most, how = min(limit, self.most or limit), (self.temperature, self.version, self.support.whole)
-            return conversations_drawn(prompts, samples, most, visits.records(), *how)
+            return rollouts_from_conversations(prompts, samples, most, visits.records(), *how)
 
 
-def conversations_drawn(
+def rollouts_from_conversations(
     prompts: Prompts,
     samples: int,
     limit: int,

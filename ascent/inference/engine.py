@@ -29,7 +29,7 @@ ROWS = {"cpu": 64, "cuda": 1024}
 """Responses decoded at once where nobody says otherwise."""
 
 
-class LanguageSampler(RolloutEngine):
+class LocalEngine(RolloutEngine):
     """Draws from a language model in this process, with the learner's own parameters: loading copies nothing."""
 
     provides = frozenset({"reward_greedy"})

@@ -1,11 +1,11 @@
-"""Requests: turns that others ask of a sampler while it decodes, from threads of their own.
+"""Generation requests: the thread-safe queue between clients and the thread that decodes.
 
-    a client's thread ── submit, cancel, forget ──> Desk ──> the thread that decodes
-                      <── tell(Drew), tell(Done) ──────────
+    client threads ── submit, cancel, end_conversation ──> RequestQueue ── poll ──> decode thread
+                   <── on_output(CompletionDelta), on_output(Completion) ──────────
 
-A request brings all that its turn depends on: the tokens before it, a seed and settings. What a sampler keeps between
-two requests of a conversation (its keys and values) saves work and changes no number: token t of a response depends on
-its seed and on t, whoever else is decoded beside it.
+A request carries everything that its completion depends on: the tokens before it, a seed, and sampling parameters.
+The keys and values that an engine caches between two requests of a conversation save work and change no token: token t
+of a response depends only on its seed and on t, not on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -14,69 +14,73 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ascent.core.errors import RunError
 
-GLANCE = 1.0
-"""Seconds of one wait for requests."""
+POLL_SECONDS = 1.0
+"""Maximum time that `RequestQueue.poll` blocks."""
 
 
 class CompletionDelta(NamedTuple):
-    """Tokens of a turn that goes on."""
+    """New tokens of a streamed completion."""
 
     tokens: list[int]
     logp: list[float]
 
 
 class Completion(NamedTuple):
-    """A turn that is over, whole."""
+    """The result of a request."""
 
     tokens: list[int]
     logp: list[float]
-    """Over the full vocabulary, at the sampling temperature."""
-    mass: list[float]
-    """Probability of what could be drawn; 1 where nothing was cut."""
-    ended: bool
-    """By an end token or a stop string, and not by its limit."""
+    """Log-probs over the full vocabulary, at the sampling temperature."""
+    kept_mass: list[float]
+    """Probability mass kept by top-k, top-p and min-p; 1 where nothing was truncated."""
+    finish_reason: Literal["stop", "length", "error"]
+    """stop: an end token or a stop string; length: `max_tokens`; error: the engine failed."""
     version: int
+    """Version of the policy that generated the tokens; −1 after an error."""
     error: str = ""
-    """Why nothing was drawn: the sampler failed."""
+
+    @classmethod
+    def failed(cls, error: str) -> Completion:
+        return cls([], [], [], "error", -1, error)
 
 
 @dataclass(eq=False)
 class Request:
-    """One turn that is asked for."""
+    """A request for one completion: one turn of a conversation."""
 
     prompt: list[int]
     response: list[int]
-    """What follows the prompt so far, drawn or given."""
+    """Tokens that follow the prompt so far: earlier turns and observations."""
     seed: int
-    limit: int
-    """The most tokens of the turn."""
-    tell: Callable[[CompletionDelta | Completion], None]
-    """Called by the thread that decodes."""
-    conversation: Any = None
-    """Whose turn it is: the next one of the same conversation continues where this ends. None: there is no next one."""
+    """The seed of the whole response; all turns of a conversation share it."""
+    max_tokens: int
+    on_output: Callable[[CompletionDelta | Completion], None]
+    """Callback for results. It runs in the decode thread."""
+    conversation_id: Any = None
+    """The next request with the same id continues where this one ends. None: no request follows."""
     temperature: float = 1.0
-    support: Any = None
-    """Which tokens may be drawn (`draw.Support`); None: the sampler's own."""
+    sampling_params: Any = None
+    """`SamplingParams`; None: the default of the engine."""
     greedy: bool = False
     stop: tuple[str, ...] = ()
-    watched: bool = False
-    """Is it told of tokens before the turn is over?"""
+    stream: bool = False
+    """Deliver a `CompletionDelta` as tokens are generated, before the `Completion`."""
 
 
 class RecordedConversation(NamedTuple):
-    """What was asked and drawn in one conversation, token by token."""
+    """The tokens of a whole conversation."""
 
     prompt: list[int]
     response: list[int]
-    """All that follows the prompt."""
-    drawn: list[bool]
-    """Which of those the policy drew; so too the next ones."""
+    """All tokens after the prompt. The fields below up to `waited` have one entry per token of it."""
+    sampled: list[bool]
+    """True for tokens that the policy sampled, False for observations."""
     logp: list[float]
-    mass: list[float]
+    kept_mass: list[float]
     turn: list[int]
     waited: list[float]
     truncated: bool
@@ -85,82 +89,83 @@ class RecordedConversation(NamedTuple):
 
 
 class QueueFullError(Exception):
-    """There are as many requests as are taken at once."""
+    """The queue already holds `max_requests` active requests."""
 
 
 class QueueUpdate(NamedTuple):
-    """What has come to a desk since the last look."""
+    """Events since the last `RequestQueue.poll`."""
 
     requests: list[Request]
     cancelled: list[Request]
-    forgotten: list[Any]
+    ended_conversations: list[Any]
 
 
 class RequestQueue:
-    """Where requests wait for the sampler, and from where it says what it drew."""
+    """Thread-safe queue of requests. Clients submit; the decode thread polls and delivers results."""
 
-    def __init__(self, most: int):
-        """`most`: requests that are waiting or under way at once."""
-        self.most = most
+    def __init__(self, max_requests: int):
+        """`max_requests`: limit on requests that are waiting or running."""
+        self.max_requests = max_requests
         self.active: set[Request] = set()
         self.closed = False
         self._changed = threading.Condition()
         self._new: deque[Request] = deque()
         self._cancelled: list[Request] = []
-        self._forgotten: list[Any] = []
+        self._ended_conversations: list[Any] = []
 
     def submit(self, request: Request) -> None:
         with self._changed:
             if self.closed:
-                raise RunError("nothing is sampled any more")
-            if len(self.active) >= self.most:
+                raise RunError("the request queue is closed")
+            if len(self.active) >= self.max_requests:
                 raise QueueFullError
             self.active.add(request)
             self._new.append(request)
             self._changed.notify()
 
     def cancel(self, request: Request) -> None:
-        """Nobody waits for this turn any more."""
+        """Cancel a request: its callback is not called any more."""
         with self._changed:
             if request in self.active:
                 self.active.remove(request)
                 self._cancelled.append(request)
                 self._changed.notify()
 
-    def forget(self, conversation: Any) -> None:
-        """Nothing more will be asked in this conversation."""
+    def end_conversation(self, conversation_id: Any) -> None:
+        """Release the cached keys and values of a conversation that gets no further request."""
         with self._changed:
-            self._forgotten.append(conversation)
+            self._ended_conversations.append(conversation_id)
             self._changed.notify()
 
     def close(self) -> None:
-        """Nothing more is asked for; who still waits is told so."""
-        with self._changed:  # before anybody is told: who then asks again would wait for ever
+        """Reject new requests and fail the active ones."""
+        with self._changed:  # close before the callbacks run: one that resubmits must get an error, not wait forever
             self.closed = True
             self._changed.notify()
-        self.fail("the sampler has ended")
+        self.fail("the request queue was closed")
 
-    def fail(self, why: str) -> None:
-        """Whoever waits is told that nothing will come."""
+    def fail(self, reason: str) -> None:
+        """Complete all active requests with an error."""
         with self._changed:
-            waiting, self.active, self._new = list(self.active), set(), deque()
-        for request in waiting:
-            request.tell(Completion([], [], [], False, -1, why))
+            failed, self.active, self._new = list(self.active), set(), deque()
+        for request in failed:
+            request.on_output(Completion.failed(reason))
 
-    # ---- the thread that decodes
+    # ---- called by the decode thread
 
-    def take(self, wait: bool) -> QueueUpdate:
-        """What has come; `wait`: for a moment, if nothing has."""
+    def poll(self, wait: bool) -> QueueUpdate:
+        """Return the events since the last call; with `wait`, block up to `POLL_SECONDS` if there are none."""
         with self._changed:
-            if wait and not (self._new or self._cancelled or self._forgotten or self.closed):
-                self._changed.wait(GLANCE)
-            taken = QueueUpdate(list(self._new), self._cancelled, self._forgotten)
-            self._new, self._cancelled, self._forgotten = deque(), [], []
-            return taken
+            if wait and not (self._new or self._cancelled or self._ended_conversations or self.closed):
+                self._changed.wait(POLL_SECONDS)
+            update = QueueUpdate(list(self._new), self._cancelled, self._ended_conversations)
+            self._new, self._cancelled, self._ended_conversations = deque(), [], []
+            return update
 
-    def done(self, request: Request, done: Completion) -> None:
+    def finish(self, request: Request, completion: Completion) -> None:
+        """Deliver the completion, unless the request was cancelled."""
         with self._changed:
-            if request not in self.active:  # it was cancelled
+            if request not in self.active:
                 return
             self.active.remove(request)
-        request.tell(done)
+        request.on_output(completion)

@@ -98,12 +98,12 @@ class AgentPlayer:
         every = problems or [self.problem(prompts, place) for place in range(len(prompts))]
         return AgentEpisodes(self, every, samples, seeds)
 
-    def listen(self, desk: RequestQueue) -> tuple[Endpoint, str]:
+    def listen(self, queue: RequestQueue) -> tuple[Endpoint, str]:
         """The endpoint, which hands its turns to this desk, and its address."""
         if self.endpoint is None or self.server is None:
-            self.endpoint = Endpoint(desk, self.writer, self.rules, self.vocab)
+            self.endpoint = Endpoint(queue, self.writer, self.rules, self.vocab)
             self.server = ServerThread(self.endpoint).start()
-        self.endpoint.desk = desk
+        self.endpoint.queue = queue
         return self.endpoint, f"http://127.0.0.1:{self.server.port}/v1"
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class AgentEpisodes:
 
     def __init__(self, player: AgentPlayer, problems: Sequence[Problem], samples: int, seeds: list[int]):
         self.player, self.problems, self.samples, self.seeds = player, problems, samples, seeds
-        self.desk, self.longest = RequestQueue(len(seeds)), player.rules.prompt
+        self.queue, self.longest = RequestQueue(len(seeds)), player.rules.prompt
         self.keys: list[str] = []
         self.live: list[OpenSession] = []
         self.outcomes: dict[int, AgentResult] = {}
@@ -128,7 +128,7 @@ class AgentEpisodes:
 
     def begin(self, limits: list[int], room: int, temperature: float, support: Any, greedy: bool) -> None:
         """Open a session for each response, and start their agents."""
-        endpoint, url = self.player.listen(self.desk)
+        endpoint, url = self.player.listen(self.queue)
         assignments = []
         settings = {"behind": room, "temperature": temperature, "support": support, "greedy": greedy}
         for i, (seed, limit) in enumerate(zip(self.seeds, limits, strict=True)):
@@ -169,7 +169,7 @@ class AgentEpisodes:
     def _end_all(self, why: str) -> None:
         for place in range(len(self.keys)):
             self._end(place, AgentResult(error=why))
-        self.desk.close()
+        self.queue.close()
 
     def records(self) -> list[RecordedConversation]:
         return [self._record(i, live) for i, live in enumerate(self.live)]

@@ -109,15 +109,15 @@ class Endpoint:
 
     def __init__(
         self,
-        desk: RequestQueue,
+        queue: RequestQueue,
         writer: ChatWriter,
         rules: SessionRules,
         vocab: int,
         name: str = "policy",
         key: str = "",
     ):
-        self.desk, self.writer, self.rules, self.vocab, self.name = desk, writer, rules, vocab, name
-        self.sessions = OpenSessions(rules, key, lambda live: self.desk.forget(live))
+        self.queue, self.writer, self.rules, self.vocab, self.name = queue, writer, rules, vocab, name
+        self.sessions = OpenSessions(rules, key, lambda live: self.queue.end_conversation(live))
         self.counts = {"requests": 0, "refused": 0, "rewritten": 0, "cancelled": 0}
         self.most_bytes = min(BODY, FRAME + ESCAPED * CHARACTERS * rules.context)
         self._reading = 0
@@ -144,9 +144,9 @@ class Endpoint:
         if live is None:
             return
         if (request := live.busy) is not None:
-            self.desk.cancel(request)
-            request.tell(Completion([], [], [], False, -1, why))
-        self.desk.forget(live)
+            self.queue.cancel(request)
+            request.on_output(Completion.failed(why))
+        self.queue.end_conversation(live)
 
     # ---- the application
 
@@ -177,7 +177,7 @@ class Endpoint:
             raise ApiError(404, f"{what}: there is nothing here")
         if live is not None and live.reading >= REQUESTS_PER_SESSION:
             raise ApiError(429, "too many requests of this session at once", "rate_limit", {"retry-after": "1"})
-        if self._reading >= REQUESTS_PER_SESSION * self.desk.most:
+        if self._reading >= REQUESTS_PER_SESSION * self.queue.max_requests:
             raise ApiError(429, "too many requests at once", "rate_limit", {"retry-after": "1"})
         self._reading += 1
         if live is not None:
@@ -187,7 +187,7 @@ class Endpoint:
         except (InvalidMessageError, ConfigError) as error:
             raise ApiError(400, str(error)) from None
         except QueueFullError:
-            words = f"{self.desk.most} requests are waiting or under way"
+            words = f"{self.queue.max_requests} requests are waiting or under way"
             raise ApiError(429, words, "rate_limit", {"retry-after": "1"}) from None
         except RunError as error:
             raise ApiError(503, str(error)) from None
@@ -293,7 +293,7 @@ class Endpoint:
         prepare = partial(self._prepare, loop, live, once, wish, writer, read, tools)
         try:
             turn = await loop.run_in_executor(self._large_worker, prepare) if large else prepare()
-            self.desk.submit(turn.request)
+            self.queue.submit(turn.request)
             live.busy = turn.request
         except BaseException:
             live.session = before  # a request that is refused begins no session anew
@@ -337,10 +337,10 @@ class Endpoint:
             session.seed,
             limit,
             lambda event: self._post.send(loop, events, event),
-            conversation=None if once else live,
-            **{"temperature": rules.temperature, "support": rules.support, "greedy": rules.greedy} | own,
+            conversation_id=None if once else live,
+            **{"temperature": rules.temperature, "sampling_params": rules.support, "greedy": rules.greedy} | own,
             stop=tuple(dict.fromkeys((*rules.stop, *wish.stop))),
-            watched=wish.stream,
+            stream=wish.stream,
         )
         before = None if tools is None else prompt + response
         reader = writer.reader(tools or (), request.stop, before, wish.one_call)
@@ -357,7 +357,7 @@ class Endpoint:
             raise ApiError(
                 400, f"the history was rewritten, so this episode is not valid: {error}", "rewritten"
             ) from None
-        self.desk.forget(live)
+        self.queue.end_conversation(live)
         live.anew()
         return read(live.session, writer)
 
@@ -417,7 +417,7 @@ class Endpoint:
         if turn.live.busy is turn.request:
             turn.live.busy = None
             self.counts["cancelled"] += 1
-            self.desk.cancel(turn.request)
+            self.queue.cancel(turn.request)
 
     async def _stream(
         self, asked: Asked, turn: PendingTurn, stream: TurnStream, say: Callable[[AssistantTurn], None]
@@ -493,8 +493,8 @@ def own_settings(wish: CompletionParams, rules: SessionRules) -> dict[str, Any]:
         if not greedy and wish.temperature < rules.coldest:
             raise InvalidMessageError(f"temperature: 0, or {rules.coldest:g} and more, with the engine of this server")
     if {"top_k", "top_p", "min_p"} & wish.noted.keys() and rules.narrowed is not None:
-        own["support"] = rules.narrowed(*wish.narrow)
-    support = own.get("support", rules.support)
+        own["sampling_params"] = rules.narrowed(*wish.narrow)
+    support = own.get("sampling_params", rules.support)
     if wish.logprobs and rules.blurred and support is not None and not support.whole:
         raise InvalidMessageError(f"logprobs with top_k, top_p or min_p: {rules.blurred}")
     return own

@@ -71,8 +71,9 @@ class OpenSession:
         """A turn is over, and `read` came before it. Denied if the session was closed meanwhile: its record stands."""
         with self._lock:
             self.check_open()
-            self.session.add(read, done.tokens, done.logp, done.mass, waited)
-            self.session.ended, self.answered, self.cut = done.ended, time.monotonic(), ""
+            self.session.add(read, done.tokens, done.logp, done.kept_mass, waited)
+            self.session.ended = done.finish_reason == "stop"
+            self.answered, self.cut = time.monotonic(), ""
 
     def close(self, why: str) -> None:
         with self._lock:

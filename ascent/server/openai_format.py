@@ -197,7 +197,7 @@ def tool_call_of(call: ToolCall) -> dict[str, Any]:
 
 
 def reason_of(done: Completion, reply: AssistantTurn | None = None) -> str:
-    return "length" if not done.ended else "tool_calls" if reply and reply.calls else "stop"
+    return "tool_calls" if done.finish_reason == "stop" and reply and reply.calls else done.finish_reason
 
 
 def error_reply(status: int, words: str, code: str, headers: Mapping[str, str]) -> Response:

@@ -70,7 +70,7 @@ class Service:
         self.sampler = loaded.backend.serving_engine(config, lm, self.context, self.version)
         self.slots = self.sampler.rows + (serving.queue or 3 * self.sampler.rows)
         self.room = cache_tokens(lm, serving.cache, self.context) if self.here else 0
-        self.key, self.desk = serving.key or secrets.token_urlsafe(32), RequestQueue(self.slots)
+        self.key, self.queue = serving.key or secrets.token_urlsafe(32), RequestQueue(self.slots)
         dialect = None if self.here else get_adapter(policy.engine)
         rules = SessionRules(
             context=self.context,
@@ -83,7 +83,7 @@ class Service:
             blurred="" if dialect is None else f"with --engine {dialect.name} {dialect.narrowed}",
         )
         writer = ChatWriter(copy.deepcopy(lm.tokenizer), lm.ends)  # the thread that decodes asks for words too
-        self.endpoint = Endpoint(self.desk, writer, rules, lm.vocab, name, self.key)
+        self.endpoint = Endpoint(self.queue, writer, rules, lm.vocab, name, self.key)
         how = (serving.host, serving.port, serving.certificate, serving.private_key)
         self.server = ServerThread(self.endpoint, *how)
         scheme = "https" if serving.certificate else "http"
@@ -100,16 +100,16 @@ class Service:
     def run(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Decode what is asked for. A failure is told to whoever waits, and the sampler begins anew."""
         failed = 0
-        while not self.desk.closed:
+        while not self.queue.closed:
             before = self.endpoint.counts["requests"]
             try:
                 if self.here:
-                    serve_requests(self.sampler, self.desk, self.slots, self.context, self.context, self.room)
+                    serve_requests(self.sampler, self.queue, self.slots, self.context, self.context, self.room)
                 else:
-                    forward_requests(self.sampler, self.desk)
+                    forward_requests(self.sampler, self.queue)
             except Exception as error:
                 failed = failed + 1 if self.endpoint.counts["requests"] - before <= self.slots else 1
-                self.desk.fail(f"the sampler failed: {type(error).__name__}")
+                self.queue.fail(f"the sampler failed: {type(error).__name__}")
                 say(f"the sampler failed and begins anew: {type(error).__name__}: {error}")
                 if failed >= RESTARTS:
                     raise RunError(f"the sampler failed {failed} times in a row: {error}") from error
@@ -117,7 +117,7 @@ class Service:
     def close(self) -> None:
         """The engine that was started here is ended, with all that it has started."""
         try:
-            self.desk.close()
+            self.queue.close()
             self.server.close()
         finally:
             if not self.here:

@@ -22,7 +22,7 @@ from turns import WORK, answer, wait
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ascent.core.config import Config
-from ascent.inference.engine import LanguageSampler
+from ascent.inference.engine import LocalEngine
 from ascent.inference.runners.eager import EagerRunner
 from ascent.models import LanguageModel
 from ascent.rewards.tokenized_task import TokenizedTask
@@ -48,7 +48,7 @@ class Watch(TrainerCallback):
     def __init__(self, config: Config, model: Any, tokenizer: Any):
         lm = LanguageModel(model, tokenizer)
         task = TokenizedTask(config.task, lm)
-        sampler = LanguageSampler(lm, config.task.max_tokens, 1.0, torch.Generator(), rows=512)
+        sampler = LocalEngine(lm, config.task.max_tokens, 1.0, torch.Generator(), rows=512)
         sampler.decoder = EagerRunner
         self.evaluate, self.config, self.task = sample_evaluator(config, task, sampler), config, task
         self.points: list[dict[str, float]] = []

@@ -19,8 +19,8 @@ from ascent.core.errors import RunError
 from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Prompts
 from ascent.inference import continuous_batching
-from ascent.inference.continuous_batching import SWITCH, PolledSampler, serve_requests, taking_turns
-from ascent.inference.engine import LanguageSampler
+from ascent.inference.continuous_batching import SWITCH, LocalConversationEngine, serve_requests, short_switch_interval
+from ascent.inference.engine import LocalEngine
 from ascent.inference.request_queue import Completion, CompletionDelta, QueueFullError, Request, RequestQueue
 from ascent.inference.runners import cuda_graph, paged
 from ascent.inference.runners.cuda_graph import DecodeLoop, graph_decoder
@@ -36,7 +36,7 @@ DECODERS = ("group", "graph", "waves", *(["card"] if torch.cuda.is_available() e
 pytestmark = pytest.mark.long
 
 
-def ready(decoder: str, **more: Any) -> LanguageSampler:
+def ready(decoder: str, **more: Any) -> LocalEngine:
     lm = model_of(dtype=torch.float32 if decoder == "card" else torch.float64)
     if decoder == "card":
         lm.model.to("cuda")
@@ -53,23 +53,23 @@ def ready(decoder: str, **more: Any) -> LanguageSampler:
 
 
 @contextmanager
-def serving(sampler: LanguageSampler, most: int = 64, slots: int = 4, room: int = 0) -> Iterator[RequestQueue]:
-    desk = RequestQueue(most)
+def serving(sampler: LocalEngine, most: int = 64, slots: int = 4, room: int = 0) -> Iterator[RequestQueue]:
+    request_queue = RequestQueue(most)
     failed: list[BaseException] = []
 
     def work() -> None:
         try:
-            serve_requests(sampler, desk, slots, LIMIT, 16, room)
+            serve_requests(sampler, request_queue, slots, LIMIT, 16, room)
         except BaseException as error:
             failed.append(error)
-            desk.fail(str(error))
+            request_queue.fail(str(error))
 
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        yield desk
+        yield request_queue
     finally:
-        desk.close()
+        request_queue.close()
         thread.join(LONG)
         assert not thread.is_alive()
     assert not failed, failed
@@ -78,11 +78,11 @@ def serving(sampler: LanguageSampler, most: int = 64, slots: int = 4, room: int 
 class Asked:
     """A request whose events a test reads."""
 
-    def __init__(self, desk: RequestQueue, prompt: list[int], response: list[int], seed: int, **more: Any):
+    def __init__(self, request_queue: RequestQueue, prompt: list[int], response: list[int], seed: int, **more: Any):
         self.events: queue.Queue[CompletionDelta | Completion] = queue.Queue()
-        more = {"limit": LIMIT} | more
-        self.request = Request(list(prompt), list(response), seed, tell=self.events.put, **more)
-        desk.submit(self.request)
+        more = {"max_tokens": LIMIT} | more
+        self.request = Request(list(prompt), list(response), seed, on_output=self.events.put, **more)
+        request_queue.submit(self.request)
 
     def done(self) -> Completion:
         while True:
@@ -99,12 +99,12 @@ def follow(response: int, tokens: list[int]) -> list[int]:
 
 
 def talk(
-    desk: RequestQueue, prompt: list[int], response: int, seed: int, turn_tokens: int = 6
+    request_queue: RequestQueue, prompt: list[int], response: int, seed: int, turn_tokens: int = 6
 ) -> tuple[list[int], list[float]]:
     """A whole conversation, one turn after the other: its tokens, and the log-probs of those that were drawn."""
     tokens, logp = list[int](), list[float]()
     while len(tokens) < LIMIT:
-        asked = Asked(desk, prompt, tokens, seed, limit=turn_tokens, conversation=response)
+        asked = Asked(request_queue, prompt, tokens, seed, max_tokens=turn_tokens, conversation_id=response)
         done = asked.done()
         assert not done.error and done.version == 5 and done.tokens
         tokens, logp = tokens + done.tokens, logp + done.logp
@@ -112,27 +112,27 @@ def talk(
         if not more or len(tokens) + len(more) >= LIMIT:
             break
         tokens = tokens + more
-    desk.forget(response)
+    request_queue.end_conversation(response)
     return tokens, logp
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_a_request_that_takes_the_slot_of_one_that_just_ended_reads_its_own_prompt(decoder: str) -> None:
     first, second, third = [5, 6, 7, 8, 9, 10, 11, 12], [12, 11, 10, 9, 8, 7, 6, 5], [9, 4, 6]
-    with serving(ready(decoder)) as desk:
-        alone = Asked(desk, third, [], 3).done()
-    with serving(ready(decoder), slots=2) as desk:
+    with serving(ready(decoder)) as request_queue:
+        alone = Asked(request_queue, third, [], 3).done()
+    with serving(ready(decoder), slots=2) as request_queue:
         later = list[Asked]()
 
         def ask_at_once(event: CompletionDelta | Completion) -> None:
             if isinstance(event, Completion):  # in the thread that decodes: before its next step
-                later.append(Asked(desk, third, [], 3))
+                later.append(Asked(request_queue, third, [], 3))
                 asked.set()
 
         asked = threading.Event()
-        beside = Asked(desk, first, [], 1, watched=True)
+        beside = Asked(request_queue, first, [], 1, stream=True)
         beside.events.get(timeout=LONG)  # it runs
-        desk.submit(Request(second, [], 2, limit=3, tell=ask_at_once))
+        request_queue.submit(Request(second, [], 2, max_tokens=3, on_output=ask_at_once))
         assert asked.wait(LONG)
         done, other = later[0].done(), beside.done()
     assert not other.error and done.tokens == alone.tokens
@@ -149,10 +149,10 @@ def test_conversations_over_requests_are_those_of_one_call(decoder: str) -> None
     plain = ready("group").generate(Prompts(prompts.prompt, prompts.problem, play=play), samples, seed=11)
     ids = [row[row >= 0].tolist() for row in prompts.prompt]
     talks: dict[int, tuple[list[int], list[float]]] = {}
-    with serving(sampler) as desk:
+    with serving(sampler) as request_queue:
 
         def one(i: int) -> None:
-            talks[i] = talk(desk, ids[i // samples], i, seeds[i])
+            talks[i] = talk(request_queue, ids[i // samples], i, seeds[i])
 
         threads = [threading.Thread(target=one, args=(i,)) for i in range(len(seeds))]
         random.Random(0).shuffle(threads)
@@ -170,20 +170,20 @@ def test_conversations_over_requests_are_those_of_one_call(decoder: str) -> None
 def test_a_turn_is_the_same_alone_watched_and_begun_anew(decoder: str) -> None:
     """Its row may be gone, or the slot another's: what was recorded is encoded again."""
     sampler = ready(decoder)
-    with serving(sampler, slots=2) as desk:
-        first = Asked(desk, [5, 6, 7], [], 1, limit=4, conversation="a").done()
+    with serving(sampler, slots=2) as request_queue:
+        first = Asked(request_queue, [5, 6, 7], [], 1, max_tokens=4, conversation_id="a").done()
         given = [*first.tokens, 9, 10]
-        others = [Asked(desk, [8, i], [], i, limit=5, conversation=i) for i in range(5)]
+        others = [Asked(request_queue, [8, i], [], i, max_tokens=5, conversation_id=i) for i in range(5)]
         [other.done() for other in others]  # its slot is needed
-        again = Asked(desk, [5, 6, 7], given, 1, limit=6, conversation="a", watched=True)
+        again = Asked(request_queue, [5, 6, 7], given, 1, max_tokens=6, conversation_id="a", stream=True)
         shown, logp = list[int](), list[float]()
         while not isinstance(event := again.events.get(timeout=LONG), Completion):
             shown, logp = shown + event.tokens, logp + event.logp
         assert event.tokens[: len(shown)] == shown and len(logp) == len(shown)
         assert logp == pytest.approx(event.logp[: len(shown)], abs=1e-6)
-        assert Asked(desk, [5, 6, 7], given, 1, limit=6).done().tokens == event.tokens
-        assert Asked(desk, [5, 6, 7], [], 1, limit=4).done() == first
-        exact = Asked(desk, [5, 6, 7], first.tokens, 1, limit=2, conversation="a").done()
+        assert Asked(request_queue, [5, 6, 7], given, 1, max_tokens=6).done().tokens == event.tokens
+        assert Asked(request_queue, [5, 6, 7], [], 1, max_tokens=4).done() == first
+        exact = Asked(request_queue, [5, 6, 7], first.tokens, 1, max_tokens=2, conversation_id="a").done()
         assert len(exact.tokens) >= 1 and not exact.error
 
 
@@ -201,54 +201,54 @@ def test_each_request_has_settings_of_its_own(decoder: str) -> None:
         ),
     ]
     seed = int(response_seeds(1, 1, torch.Generator(), 3))
-    with serving(sampler) as desk:
+    with serving(sampler) as request_queue:
         asked = [
-            Asked(desk, [5, 6], [], seed, greedy=True),
-            Asked(desk, [5, 6], [], seed, temperature=0.3),
-            Asked(desk, [5, 6], [], seed, support=SamplingParams(top_k=2)),
-            Asked(desk, [5, 6], [], seed),
+            Asked(request_queue, [5, 6], [], seed, greedy=True),
+            Asked(request_queue, [5, 6], [], seed, temperature=0.3),
+            Asked(request_queue, [5, 6], [], seed, sampling_params=SamplingParams(top_k=2)),
+            Asked(request_queue, [5, 6], [], seed),
         ]
         done = [one.done() for one in asked]
     assert [one.tokens for one in done] == wanted
-    assert min(done[2].mass) < 1 and set(done[0].mass) == {1.0}
+    assert min(done[2].kept_mass) < 1 and set(done[0].kept_mass) == {1.0}
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_a_cancelled_request_frees_its_row_and_nobody_else_is_touched(decoder: str) -> None:
     sampler = ready(decoder, rows=1, min_tokens=LIMIT)
-    with serving(sampler, slots=2) as desk:
-        alone = Asked(desk, [4, 5], [], 3).done()
-        victims = [Asked(desk, [6, i], [], 1, watched=True) for i in range(4)]
-        desk.cancel(victims[3].request)  # it waits for a slot
-        desk.cancel(victims[0].request)  # it runs, or is about to
-        other = Asked(desk, [4, 5], [], 3)
+    with serving(sampler, slots=2) as request_queue:
+        alone = Asked(request_queue, [4, 5], [], 3).done()
+        victims = [Asked(request_queue, [6, i], [], 1, stream=True) for i in range(4)]
+        request_queue.cancel(victims[3].request)  # it waits for a slot
+        request_queue.cancel(victims[0].request)  # it runs, or is about to
+        other = Asked(request_queue, [4, 5], [], 3)
         assert other.done().tokens == alone.tokens
         for victim in victims[1:3]:
             assert len(victim.done().tokens) == LIMIT
-        assert not desk.active
+        assert not request_queue.active
 
 
 def test_more_requests_than_are_taken_are_refused_and_a_closed_desk_says_so() -> None:
-    desk = RequestQueue(2)
-    asked = [Asked(desk, [1], [], i) for i in range(2)]
+    request_queue = RequestQueue(2)
+    asked = [Asked(request_queue, [1], [], i) for i in range(2)]
     with pytest.raises(QueueFullError):
-        Asked(desk, [1], [], 3)
-    desk.cancel(asked[0].request)
-    last = Asked(desk, [1], [], 4)
-    desk.close()
+        Asked(request_queue, [1], [], 3)
+    request_queue.cancel(asked[0].request)
+    last = Asked(request_queue, [1], [], 4)
+    request_queue.close()
     assert "ended" in last.done().error and "ended" in asked[1].done().error and asked[0].events.empty()
     with pytest.raises(RunError, match="sampled any more"):
-        Asked(desk, [1], [], 5)
+        Asked(request_queue, [1], [], 5)
 
 
 @pytest.mark.parametrize("decoder", ["group", "graph"])
 def test_a_small_cache_evicts_and_changes_nothing(decoder: str) -> None:
     def drawn(room: int) -> list[list[int]]:
-        with serving(ready(decoder, rows=4, min_tokens=LIMIT), slots=6, room=room) as desk:
-            asked = [Asked(desk, [4 + i % 2, 5, 6], [], i, conversation=i) for i in range(6)]
+        with serving(ready(decoder, rows=4, min_tokens=LIMIT), slots=6, room=room) as request_queue:
+            asked = [Asked(request_queue, [4 + i % 2, 5, 6], [], i, conversation_id=i) for i in range(6)]
             first = [one.done().tokens for one in asked]
             again = [
-                Asked(desk, [4 + i % 2, 5, 6], [*tokens[:8], 7], i, conversation=i) for i, tokens in enumerate(first)
+                Asked(request_queue, [4 + i % 2, 5, 6], [*tokens[:8], 7], i, conversation_id=i) for i, tokens in enumerate(first)
             ]
             return first + [one.done().tokens for one in again]
 
@@ -269,11 +269,11 @@ def test_a_conversation_continues_where_parked_ones_fill_the_cache(decoder: str)
     """The newest one needs a page, nobody runs, and an older one has what is left."""
 
     def drawn(room: int) -> Completion:
-        with serving(ready(decoder, min_tokens=LIMIT), room=room) as desk:
-            Asked(desk, [4, 5, 6], [], 1, limit=6, conversation="older").done()
-            first = Asked(desk, [7, 5, 6], [], 2, limit=6, conversation="newer").done()
+        with serving(ready(decoder, min_tokens=LIMIT), room=room) as request_queue:
+            Asked(request_queue, [4, 5, 6], [], 1, max_tokens=6, conversation_id="older").done()
+            first = Asked(request_queue, [7, 5, 6], [], 2, max_tokens=6, conversation_id="newer").done()
             given = [*first.tokens, 9, 10, 11, 12, 13]
-            return Asked(desk, [7, 5, 6], given, 2, limit=6, conversation="newer").done()
+            return Asked(request_queue, [7, 5, 6], given, 2, max_tokens=6, conversation_id="newer").done()
 
     few, many = drawn(24), drawn(0)
     assert few.tokens == many.tokens and few.logp == pytest.approx(many.logp, abs=1e-5)
@@ -292,13 +292,13 @@ def test_a_row_that_loses_its_pages_and_gets_others_at_once_is_encoded_anew(monk
                 ("newer", seeds[1], event.tokens, [9]),
             ):
                 assert len(tokens) == 3
-                later.append(Asked(desk, prompt, [*tokens, *given], seed, limit=6, conversation=name))
+                later.append(Asked(request_queue, prompt, [*tokens, *given], seed, max_tokens=6, conversation_id=name))
             asked.set()
 
         later, asked = list[Asked](), threading.Event()
-        with serving(ready("graph"), room=room) as desk:
-            first = Asked(desk, prompt, [], seeds[0], conversation="older").done()
-            desk.submit(Request(prompt, [], seeds[1], LIMIT, go_on, conversation="newer"))
+        with serving(ready("graph"), room=room) as request_queue:
+            first = Asked(request_queue, prompt, [], seeds[0], conversation_id="older").done()
+            request_queue.submit(Request(prompt, [], seeds[1], LIMIT, go_on, conversation_id="newer"))
             assert asked.wait(LONG)
             return [one.done() for one in later]
 
@@ -309,16 +309,16 @@ def test_a_row_that_loses_its_pages_and_gets_others_at_once_is_encoded_anew(monk
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_a_turn_depends_on_its_request_alone(decoder: str) -> None:
     """Not on who had its slot before, nor on another turn of its conversation, earlier or under way."""
-    with serving(ready(decoder, min_tokens=LIMIT), slots=1) as desk:
-        narrow = Asked(desk, [5, 6], [], 1, limit=4, support=SamplingParams(top_k=2, min_tokens=LIMIT)).done()
-        whole = Asked(desk, [5, 6], [], 2, limit=4, support=SamplingParams()).done()
-        assert max(narrow.mass) < 1 and set(whole.mass) == {1.0}
-    with serving(ready(decoder, min_tokens=LIMIT)) as desk:
-        given = [*Asked(desk, [5, 6], [], 1, limit=3, conversation="a").done().tokens, 7]
-        anew = [Asked(desk, [5, 6], given, seed, limit=6).done() for seed in (8, 9)]
+    with serving(ready(decoder, min_tokens=LIMIT), slots=1) as request_queue:
+        narrow = Asked(request_queue, [5, 6], [], 1, max_tokens=4, sampling_params=SamplingParams(top_k=2, min_tokens=LIMIT)).done()
+        whole = Asked(request_queue, [5, 6], [], 2, max_tokens=4, sampling_params=SamplingParams()).done()
+        assert max(narrow.kept_mass) < 1 and set(whole.kept_mass) == {1.0}
+    with serving(ready(decoder, min_tokens=LIMIT)) as request_queue:
+        given = [*Asked(request_queue, [5, 6], [], 1, max_tokens=3, conversation_id="a").done().tokens, 7]
+        anew = [Asked(request_queue, [5, 6], given, seed, max_tokens=6).done() for seed in (8, 9)]
         more: Any = {"limit": 6, "conversation": "a", "watched": True}
-        turns = [Asked(desk, [5, 6], given, seed, **more) for seed in (8, 9)]
-        desk.forget("a")  # turns that are under way come to their ends
+        turns = [Asked(request_queue, [5, 6], given, seed, **more) for seed in (8, 9)]
+        request_queue.end_conversation("a")  # turns that are under way come to their ends
         assert [one.done().tokens for one in turns] == [one.tokens for one in anew]
 
 
@@ -332,8 +332,8 @@ def test_stop_strings_are_prepared_once_however_many_requests_have_their_own(mon
     monkeypatch.setattr(continuous_batching, "Stops", stops)
     sampler = ready("group", rows=20, min_tokens=LIMIT)
     sampler.lm.tokenizer = None
-    with serving(sampler, slots=20) as desk:
-        asked = [Asked(desk, [5, 6], [], i, limit=4, stop=(f"own {i}",)) for i in range(20)]
+    with serving(sampler, slots=20) as request_queue:
+        asked = [Asked(request_queue, [5, 6], [], i, max_tokens=4, stop=(f"own {i}",)) for i in range(20)]
         assert all(len(one.done().tokens) == 4 for one in asked)
     assert len(prepared) == 20
 
@@ -350,16 +350,16 @@ def test_stop_strings_of_requests_that_are_over_are_not_kept_forever(monkeypatch
     sampler = ready("group", rows=1, min_tokens=LIMIT)
     sampler.lm.tokenizer = None
     names = [str(i) for i in range(17)]
-    with serving(sampler, slots=1) as desk:
+    with serving(sampler, slots=1) as request_queue:
         for name in [*names, "0", "17", "17", "0"]:
-            assert len(Asked(desk, [5, 6], [], 1, limit=1, stop=(name,)).done().tokens) == 1
+            assert len(Asked(request_queue, [5, 6], [], 1, max_tokens=1, stop=(name,)).done().tokens) == 1
     assert prepared == [*names, "17", "0"], "the eighteenth takes the place of the others"
 
 
 def test_a_sampler_for_agents_draws_plain_prompts_as_any_other() -> None:
     lm, prompts = model_of(), Prompts.of(prompts_of())
     plain = sampler_of(lm, 6)
-    visited = PolledSampler(lm, 6, 1.0, torch.Generator().manual_seed(0), SamplingParams())
+    visited = LocalConversationEngine(lm, 6, 1.0, torch.Generator().manual_seed(0), SamplingParams())
     for how in ({"seed": 3}, {"seed": 3, "limit": 2}, {"greedy": True}, {}):
         got, want = (sampler.generate(prompts, 2, **how) for sampler in (visited, plain))  # type: ignore[arg-type]
         assert torch.equal(got.response, want.response) and torch.equal(got.logp_sampler, want.logp_sampler)
@@ -375,24 +375,24 @@ def test_the_end_of_a_turn_is_its_own_and_not_that_of_the_turn_before_in_its_slo
     sampler = ready(decoder, min_tokens=2)
     sampler.lm.tokenizer = None
     never = SamplingParams(min_tokens=LIMIT)  # no end token
-    with serving(sampler, slots=1) as desk:
-        first = Asked(desk, [5, 6], [], 1, limit=4, stop=("x",)).done()
-        second = Asked(desk, [5, 6], [], 2, limit=4, support=never).done()
+    with serving(sampler, slots=1) as request_queue:
+        first = Asked(request_queue, [5, 6], [], 1, max_tokens=4, stop=("x",)).done()
+        second = Asked(request_queue, [5, 6], [], 2, max_tokens=4, sampling_params=never).done()
     assert (len(first.tokens), first.ended) == (2, True)
     assert (len(second.tokens), second.ended) == (4, False)
 
 
 def test_who_asks_again_as_soon_as_the_desk_is_closed_is_refused() -> None:
-    desk, refused = RequestQueue(2), list[str]()
+    request_queue, refused = RequestQueue(2), list[str]()
 
     def ask_again(_: CompletionDelta | Completion) -> None:
         with pytest.raises(RunError, match="sampled any more"):
-            Asked(desk, [1], [], 1)
+            Asked(request_queue, [1], [], 1)
         refused.append("refused")
 
-    desk.submit(Request([1], [], 0, 1, ask_again))
-    desk.close()
-    assert refused and not desk.active
+    request_queue.submit(Request([1], [], 0, 1, ask_again))
+    request_queue.close()
+    assert refused and not request_queue.active
 
 
 def test_the_decoder_of_groups_is_the_one_that_serves() -> None:
@@ -443,6 +443,6 @@ def test_rows_whose_turns_ended_together_go_on_when_all_of_them_are_back() -> No
 
 def test_threads_take_turns_while_requests_are_served() -> None:
     before = sys.getswitchinterval()
-    with taking_turns():
+    with short_switch_interval():
         assert sys.getswitchinterval() == pytest.approx(SWITCH)
     assert sys.getswitchinterval() == before

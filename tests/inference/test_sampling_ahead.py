@@ -19,7 +19,7 @@ from ascent.build.trained_run import Run
 from ascent.core.errors import ConfigError
 from ascent.core.protocols import FinishedRollouts, RolloutRequest
 from ascent.core.types import Prompts, Rollouts
-from ascent.inference.engine import LanguageSampler
+from ascent.inference.engine import LocalEngine
 from ascent.inference.runners.cuda_graph import graph_decoder
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
@@ -44,7 +44,7 @@ def asked(step: int) -> Prompts:
 
 
 def drive(
-    sampler: LanguageSampler, ahead: int, moving: bool = False, first: int = 0, greedy: bool = False
+    sampler: LocalEngine, ahead: int, moving: bool = False, first: int = 0, greedy: bool = False
 ) -> tuple[list[Rollouts], list[Params]]:
     """The rollouts of each step, and the parameters of each version; between two steps they move, or nothing does."""
     found, versions = [], []
@@ -66,7 +66,7 @@ def drive(
     return found, versions
 
 
-def sampler_for(decoder: Any, **more: Any) -> LanguageSampler:
+def sampler_for(decoder: Any, **more: Any) -> LocalEngine:
     lm, room = model_of(), more.pop("room", 0)
     sampler = sampler_of(lm, **{"limit": 10, "rows": 4} | more)
     sampler.decoder, sampler.room = graph_decoder(lm)[0] if decoder == "graphs" else decoder, room
@@ -107,7 +107,7 @@ def test_whatever_is_begun_early_the_same_responses_are_trained_in_the_same_step
 
 
 @torch.no_grad()
-def own_logp(sampler: LanguageSampler, params: Params, rollouts: Rollouts) -> Tensor:
+def own_logp(sampler: LocalEngine, params: Params, rollouts: Rollouts) -> Tensor:
     """What the model itself says of each token, one whole forward pass per response."""
     model, found = sampler.lm.model, torch.zeros(rollouts.mask.shape, dtype=torch.float64)
     model.load_state_dict(params, strict=False)

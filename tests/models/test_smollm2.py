@@ -14,7 +14,7 @@ from ascent.cli import main as cli
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Prompts, to_batch
 from ascent.environments.chat_templates import Tail
-from ascent.inference.engine import LanguageSampler
+from ascent.inference.engine import LocalEngine
 from ascent.models import CausalLM, LanguageModel
 from ascent.training.language_learner import LanguageLearner
 
@@ -48,7 +48,7 @@ def test_the_tail_of_its_template_is_the_templates_own(lm: LanguageModel) -> Non
 
 
 def test_it_answers(lm: LanguageModel) -> None:
-    sampler = LanguageSampler(lm, 12, 1.0, torch.Generator())
+    sampler = LocalEngine(lm, 12, 1.0, torch.Generator())
     question = lm.encode([{"role": "user", "content": "What is the capital of France?"}])
     rollouts = sampler.generate(Prompts.of(torch.tensor([question])), 1, greedy=True)
     assert "Paris" in lm.decode(rollouts.response[0, 0][rollouts.mask[0, 0]].tolist())
@@ -61,7 +61,7 @@ def test_sampler_and_learner_agree_and_a_split_changes_nothing(smollm2_short: Pa
     ids = [lm.tokenizer(text, add_special_tokens=False)["input_ids"] for text in BEGUN]
     width = max(map(len, ids))
     prompts = torch.tensor([row + [-1] * (width - len(row)) for row in ids])
-    sampler = LanguageSampler(lm, 4, 0.8, torch.Generator().manual_seed(0), rows=3)
+    sampler = LocalEngine(lm, 4, 0.8, torch.Generator().manual_seed(0), rows=3)
     rollouts = sampler.generate(Prompts.of(prompts), 2)
     reward = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).unsqueeze(-1)
     valid = torch.ones(2, 2, dtype=torch.bool)

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Prompts
-from ascent.inference.engine import LanguageSampler
+from ascent.inference.engine import LocalEngine
 from ascent.inference.runners.packed_cpu_model import RowByRow
 from ascent.inference.runners.paged import PagedRunner
 from ascent.models.fused_layers import Formulas, fuse, rotating
@@ -417,7 +417,7 @@ def test_responses_are_those_of_torch(room: int, monkeypatch: pytest.MonkeyPatch
     lm = model_of(dtype=torch.float32, head_dim=16)
     prompts = Prompts.of(prompts_of())
 
-    def in_room() -> LanguageSampler:
+    def in_room() -> LocalEngine:
         sampler = sampler_of(lm, rows=5)
         sampler.room = room
         return sampler

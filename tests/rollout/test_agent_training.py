@@ -20,7 +20,7 @@ from ascent.core.errors import ConfigError, RunError
 from ascent.core.loop import score_rollouts
 from ascent.core.metric_names import MISMATCH
 from ascent.environments.agents import AgentResult, Assignment
-from ascent.inference.continuous_batching import PolledSampler
+from ascent.inference.continuous_batching import LocalConversationEngine
 from ascent.inference.remote import weight_probe
 from ascent.rollout import agents as in_training
 from ascent.runs.display.terminal import Display
@@ -284,7 +284,7 @@ def test_a_run_that_was_killed_in_a_step_resumes_to_the_same_numbers(
 ) -> None:
     made = config(steps=3, checkpoint_every=1, eval_every=3, max_reward_errors=0.1)
     whole = start(made, tmp_path / "whole", Display(), preflight=False)
-    real, calls = PolledSampler.generate, [0]
+    real, calls = LocalConversationEngine.generate, [0]
 
     def fatal(self: Any, *args: Any, **more: Any) -> Any:
         rollouts = real(self, *args, **more)
@@ -293,7 +293,7 @@ def test_a_run_that_was_killed_in_a_step_resumes_to_the_same_numbers(
             raise Killed("in the middle of a step")
         return rollouts
 
-    monkeypatch.setattr(PolledSampler, "generate", fatal)
+    monkeypatch.setattr(LocalConversationEngine, "generate", fatal)
     with pytest.raises(RunError, match="Killed"):
         start(made, tmp_path / "cut", Display(), preflight=False)
     again = resume(tmp_path / "cut", Display())

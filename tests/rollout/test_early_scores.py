@@ -17,7 +17,7 @@ import ascent
 from ascent.build.trained_run import Run
 from ascent.core.protocols import RolloutRequest
 from ascent.core.types import Prompts, Rollouts
-from ascent.inference.engine import LanguageSampler
+from ascent.inference.engine import LocalEngine
 from ascent.inference.runners.cuda_graph import graph_decoder
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
@@ -152,14 +152,14 @@ def test_a_thread_that_fails_leaves_the_error_to_whoever_waits(
 # ---- the decoders ---------------------------------------------------------------------------------
 
 
-def sampler_for(decoder: Any, **more: Any) -> LanguageSampler:
+def sampler_for(decoder: Any, **more: Any) -> LocalEngine:
     lm = model_of()
     sampler = sampler_of(lm, **{"limit": 12, "rows": 4} | more)
     sampler.decoder = graph_decoder(lm)[0] if decoder == "graphs" else decoder
     return sampler
 
 
-def listening(sampler: LanguageSampler) -> list[tuple[int, list[int]]]:
+def listening(sampler: LocalEngine) -> list[tuple[int, list[int]]]:
     told: list[tuple[int, list[int]]] = []
     sampler.score_early = lambda problems, tokens: told.extend(zip(problems, tokens, strict=True))
     return told

@@ -32,7 +32,7 @@ from ascent.environments.chat_session import (
 from ascent.environments.tool_call_formats import FORMATS
 from ascent.environments.tool_chat import ToolChat
 from ascent.inference.continuous_batching import serve_requests
-from ascent.inference.engine import LanguageSampler
+from ascent.inference.engine import LocalEngine
 from ascent.inference.request_queue import Completion, CompletionDelta, RequestQueue
 from ascent.models import LanguageModel
 from ascent.server import open_sessions
@@ -97,26 +97,26 @@ def served(
     """An endpoint over a tiny model, which a thread decodes for."""
     lm, rules = language_model(template, more.pop("dtype", torch.float32)), rules or rules_of()
     support = SamplingParams(min_tokens=more.pop("min_tokens", 0))
-    sampler = LanguageSampler(lm, 300, 1.0, torch.Generator(), support, more.pop("rows", 4))
+    sampler = LocalEngine(lm, 300, 1.0, torch.Generator(), support, more.pop("rows", 4))
     sampler.version = 7
-    desk = RequestQueue(most)
-    endpoint = Endpoint(desk, ChatWriter(lm.tokenizer, lm.ends), rules, lm.vocab, key=key)
+    queue = RequestQueue(most)
+    endpoint = Endpoint(queue, ChatWriter(lm.tokenizer, lm.ends), rules, lm.vocab, key=key)
     failed: list[BaseException] = []
 
     def work() -> None:
         try:
-            serve_requests(sampler, desk, 8, 300, rules.prompt)
+            serve_requests(sampler, queue, 8, 300, rules.prompt)
         except BaseException as error:
             failed.append(error)
-            desk.fail(repr(error))
+            queue.fail(repr(error))
 
     thread = threading.Thread(target=work)
     if not more.pop("asleep", False):
         thread.start()
     try:
-        yield SimpleNamespace(app=endpoint, desk=desk, lm=lm, start=thread.start)
+        yield SimpleNamespace(app=endpoint, queue=queue, lm=lm, start=thread.start)
     finally:
-        desk.close()
+        queue.close()
         if thread.ident is not None:
             thread.join(LONG)
     assert not failed, failed
@@ -563,7 +563,7 @@ def test_nonsense_is_refused_with_a_reason_and_nothing_breaks() -> None:
                 assert (await post(client, "/v1/completions", prompt="a", **odd)).status_code == 400
             assert (await client.get("/etc/passwd")).status_code == 404
             await chat(client)  # and it still answers
-        assert not made.desk.active
+        assert not made.queue.active
 
     with served() as made:
         asyncio.run(go(made))
@@ -627,19 +627,19 @@ def test_a_flood_is_told_to_come_back_and_a_session_has_one_turn_at_a_time() -> 
     async def go(made: Any) -> None:
         async with client_of(made.app) as client, client_of(made.app, **{"x-session-id": "one"}) as session:
             waiting = [asyncio.ensure_future(post(session, "/v1/chat/completions", messages=HELLO))]
-            while len(made.desk.active) < 1:
+            while len(made.queue.active) < 1:
                 await asyncio.sleep(0)
             busy = await post(session, "/v1/chat/completions", messages=HELLO)
             assert busy.status_code == 409
             waiting += [asyncio.ensure_future(post(client, "/v1/chat/completions", messages=HELLO)) for _ in range(2)]
-            while len(made.desk.active) < 3:
+            while len(made.queue.active) < 3:
                 await asyncio.sleep(0)
             flood = [await post(client, "/v1/chat/completions", messages=HELLO) for _ in range(8)]
             assert {answer.status_code for answer in flood} == {429} and flood[0].headers["retry-after"]
             made.start()
             assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
             await chat(client)
-        assert not made.desk.active
+        assert not made.queue.active
 
     with served(most=3, asleep=True) as made:
         asyncio.run(go(made))
@@ -713,11 +713,11 @@ def test_a_turn_that_ends_after_its_client_has_left_is_not_recorded() -> None:
         def submit(request: Any) -> None:
             def over() -> None:
                 gone.set()
-                request.tell(Completion([5, 6], [-1.0, -1.0], [1.0, 1.0], True, 7))
+                request.on_output(Completion([5, 6], [-1.0, -1.0], [1.0, 1.0], "stop", 7))
 
             asyncio.get_running_loop().call_later(0.01, over)
 
-        made.desk.submit = submit
+        made.queue.submit = submit
         head = [(b"authorization", f"Bearer {key}".encode())]
         scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": head, "query_string": b""}
         await made.app(scope, receive, send)
@@ -733,10 +733,10 @@ def test_a_session_that_is_closed_under_way_has_the_record_that_it_had(when: str
 
     async def go(made: Any) -> None:
         key, live = made.app.open(Session(9), rules_of(fixed=True))
-        submit = made.desk.submit
+        submit = made.queue.submit
 
         def over(request: Any) -> None:
-            request.tell(Completion([5, 6], [-1.0, -1.0], [1.0, 1.0], True, 7))
+            request.on_output(Completion([5, 6], [-1.0, -1.0], [1.0, 1.0], "stop", 7))
             made.app.close(key, "its episode is over")
 
         def replaced(request: Any) -> None:
@@ -746,11 +746,11 @@ def test_a_session_that_is_closed_under_way_has_the_record_that_it_had(when: str
             else:
                 asyncio.get_running_loop().call_soon(over, request)
 
-        made.desk.submit = replaced
+        made.queue.submit = replaced
         async with client_of(made.app, key) as client:
             answer = await post(client, "/v1/chat/completions", messages=HELLO)
         assert answer.status_code == 403 and "its episode is over" in answer.text
-        assert not live.session.turns and not live.session.response and live.busy is None and not made.desk.active
+        assert not live.session.turns and not live.session.response and live.busy is None and not made.queue.active
 
     with served(key="", asleep=True) as made:
         asyncio.run(go(made))
@@ -759,17 +759,17 @@ def test_a_session_that_is_closed_under_way_has_the_record_that_it_had(when: str
 def forced(made: Any, turn: list[int], ended: bool = True) -> list[list[int]]:
     """The next turn that is drawn is this one, token by token, with log-probs that nobody believes."""
     left = [turn]
-    submit: Callable[..., None] = made.desk.submit
+    submit: Callable[..., None] = made.queue.submit
 
     def replaced(request: Any) -> None:
         if left:
-            for i, token in enumerate(turn[:-1] if request.watched else ()):
-                request.tell(CompletionDelta([token], [-float(i)]))
-            request.tell(Completion(turn, [-float(i) for i in range(len(turn))], [1.0] * len(turn), ended, 7))
+            for i, token in enumerate(turn[:-1] if request.stream else ()):
+                request.on_output(CompletionDelta([token], [-float(i)]))
+            request.on_output(Completion(turn, [-float(i) for i in range(len(turn))], [1.0] * len(turn), "stop" if ended else "length", 7))
         else:
             submit(request)
 
-    made.desk.submit = replaced
+    made.queue.submit = replaced
     return left
 
 
@@ -1049,9 +1049,9 @@ def test_an_engine_that_fails_is_not_available() -> None:
     async def go(made: Any) -> None:
         async with client_of(made.app) as client:
             asked = asyncio.create_task(post(client, "/v1/chat/completions", messages=HELLO))
-            while not made.desk.active:
+            while not made.queue.active:
                 await asyncio.sleep(0.001)
-            made.desk.fail("the engine is gone")
+            made.queue.fail("the engine is gone")
             answer = await asked
         assert answer.status_code == 503 and "the engine is gone" in answer.json()["error"]["message"]
 

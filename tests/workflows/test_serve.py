@@ -97,8 +97,8 @@ def test_clients_that_leave_free_their_rows_and_nobody_waits_for_them(loaded: Lo
                 if stream:
                     assert leaving.recv(64)
                 else:
-                    until(lambda: bool(service.desk.active))
-            until(lambda: not service.desk.active)
+                    until(lambda: bool(service.queue.active))
+            until(lambda: not service.queue.active)
         with httpx.Client(headers={"authorization": f"Bearer {service.key}"}, timeout=LONG) as client:
             again = client.post(f"{service.url}/chat/completions", json=body | {"max_tokens": 20}).json()
         assert again["choices"] == alone["choices"]
@@ -152,12 +152,12 @@ def test_a_session_continues_after_a_restart_as_a_new_one(loaded: LoadedPolicy) 
 def test_a_sampler_that_fails_says_so_and_begins_anew(loaded: LoadedPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = policy_server.serve_requests, [0]
 
-    def failing(sampler: Any, desk: Any, *more: Any) -> Any:
+    def failing(sampler: Any, queue: Any, *more: Any) -> Any:
         calls[0] += 1
         if calls[0] == 1:
-            until(lambda: bool(desk.active))
+            until(lambda: bool(queue.active))
             raise RuntimeError("out of luck")
-        return real(sampler, desk, *more)
+        return real(sampler, queue, *more)
 
     monkeypatch.setattr(policy_server, "serve_requests", failing)
     with running(loaded) as service, httpx.Client(headers={"authorization": f"Bearer {service.key}"}) as client:
@@ -235,7 +235,7 @@ def test_the_command_prints_where_the_policy_is_served(
     else:
         lines += [f"key: {service.key}", f"export OPENAI_BASE_URL={service.url} OPENAI_API_KEY={service.key}"]
     assert out.splitlines() == [*lines, "Ctrl-C ends it."] and err.startswith("one line\n")
-    assert service.desk.closed
+    assert service.queue.closed
 
 
 @pytest.mark.smoke

@@ -194,11 +194,11 @@ def test_a_full_queue_pushes_back_and_clients_that_leave_end_their_requests(load
         peers = [socket.create_connection(("127.0.0.1", service.server.port)) for _ in range(2)]
         for count, peer in enumerate(peers, 1):
             peer.sendall(post(service, body))
-            until(lambda count=count: len(service.desk.active) == count)
+            until(lambda count=count: len(service.queue.active) == count)
         busy = client.post("/chat/completions", json={"messages": HELLO})
         assert busy.status_code == 429 and busy.headers["retry-after"]
         [peer.close() for peer in peers]
-        until(lambda: not service.desk.active)
+        until(lambda: not service.queue.active)
         with server.lock:
             server.hold_at = -1
             server.lock.notify_all()

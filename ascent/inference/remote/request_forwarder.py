@@ -20,7 +20,7 @@ from torch import Tensor
 from ascent.core.errors import RunError
 from ascent.core.protocols import PendingRollout, RolloutEngine, RolloutRequest
 from ascent.core.types import Rollouts
-from ascent.inference.continuous_batching import conversations_drawn
+from ascent.inference.continuous_batching import rollouts_from_conversations
 from ascent.inference.occupancy import Timeline
 from ascent.inference.remote.engine_adapter import EngineRequest, EngineResponse
 from ascent.inference.remote.remote_engine import GOLDEN, RemoteEngine
@@ -56,8 +56,8 @@ class RequestForwarder:
     only with a whole answer; what a server refuses fails one turn; and servers that are back are taken back.
     """
 
-    def __init__(self, desk: RequestQueue, fleet: ServerPool, lm: Any, version: int, look: float, serves: bool = False):
-        self.desk, self.fleet, self.lm, self.version, self.look = desk, fleet, lm, version, look
+    def __init__(self, queue: RequestQueue, fleet: ServerPool, lm: Any, version: int, look: float, serves: bool = False):
+        self.queue, self.fleet, self.lm, self.version, self.look = queue, fleet, lm, version, look
         self.serves, self.timeline = serves, Timeline(fleet.rows)
         self.owed: dict[Request, Future[EngineResponse]] = {}
         self.told: dict[Request, list[int]] = {}
@@ -68,8 +68,8 @@ class RequestForwarder:
 
     def __call__(self) -> None:
         try:
-            while not self.desk.closed:
-                taken = self.desk.take(wait=not self.failed)
+            while not self.queue.closed:
+                taken = self.queue.poll(wait=not self.failed)
                 for request in taken.cancelled:
                     self.told.pop(request, None)
                     if (future := self.owed.pop(request, None)) is not None:
@@ -91,10 +91,10 @@ class RequestForwarder:
         seed = (request.seed + GOLDEN * len(request.response)) % 2**62
         temperature = 0.0 if request.greedy else request.temperature
         ids, ends = request.prompt + request.response, tuple(sorted(self.lm.ends))
-        support = request.support
+        support = request.sampling_params
         narrow = (0, 1.0, 0.0) if support is None else (support.top_k, support.top_p, support.min_p)
-        wanted = EngineRequest(ids, request.limit, temperature, seed, ends, narrow)
-        listens = request.watched or (self.serves and bool(request.stop))
+        wanted = EngineRequest(ids, request.max_tokens, temperature, seed, ends, narrow)
+        listens = request.stream or (self.serves and bool(request.stop))
         hear = (lambda answer: self._listen(request, answer)) if listens else None
         server, future = self.fleet.ask(0, request.seed, wanted, hear)
         asked = ForwardedRequest(request, server, server.life)
@@ -103,7 +103,7 @@ class RequestForwarder:
 
     def _listen(self, request: Request, answer: EngineResponse) -> None:
         """A turn has come so far. The thread that hears servers calls it."""
-        if request not in self.desk.active:
+        if request not in self.queue.active:
             return
         self.heard, told = time.monotonic(), self.told.setdefault(request, [])
         end = self._stops_of(request.stop).end(answer.tokens, max(len(told) - 1, 0)) if request.stop else 0
@@ -112,10 +112,10 @@ class RequestForwarder:
             return  # it was asked for again, and is not as far yet; if it differs, its end says so
         new = tokens[len(told) :]
         told += new
-        if request.watched:
-            request.tell(CompletionDelta(new, answer.logp[len(tokens) - len(new) : len(tokens)]))
+        if request.stream:
+            request.on_output(CompletionDelta(new, answer.logp[len(tokens) - len(new) : len(tokens)]))
         if end and self.serves:
-            done = Completion(tokens, answer.logp[:end], [1.0] * end, True, self.version)
+            done = Completion(tokens, answer.logp[:end], [1.0] * end, "stop", self.version)
             self._finish(request, done)
 
     def _hear(self, asked: ForwardedRequest, future: "Future[EngineResponse]") -> None:
@@ -131,9 +131,9 @@ class RequestForwarder:
                 raise RunError(f"versions {sorted(set(answer.versions))} drew a turn that was asked of {self.version}")
             done = self._done(asked.request, answer)
         except BaseException as error:
-            if asked.request in self.desk.active:
+            if asked.request in self.queue.active:
                 self.failed.append((asked, error))
-                self.desk.forget(None)  # whoever waits there looks up
+                self.queue.end_conversation(None)  # whoever waits there looks up
             return
         asked.server.lost, self.heard = 0, time.monotonic()
         self._finish(asked.request, done)
@@ -143,20 +143,19 @@ class RequestForwarder:
         if future is not None:
             future.cancel()
         if done.tokens[: len(told)] != told and not done.error:
-            done = Completion(
-                [], [], [], False, -1, "the engine was lost, and drew other tokens when it was asked again"
-            )
-        self.desk.done(request, done)
+            done = Completion.failed("the engine was lost, and drew other tokens when it was asked again")
+        self.queue.finish(request, done)
 
     def _done(self, request: Request, answer: EngineResponse) -> Completion:
         """A turn up to its end token, or to the token that completes a stop string."""
         end = self._stops_of(request.stop).end(answer.tokens) if request.stop else 0
         tokens, logp = answer.tokens[: end or None], answer.logp[: end or None]
-        return Completion(tokens, logp, [1.0] * len(tokens), bool(end) or tokens[-1] in self.lm.ends, self.version)
+        finish_reason = "stop" if end or tokens[-1] in self.lm.ends else "length"
+        return Completion(tokens, logp, [1.0] * len(tokens), finish_reason, self.version)
 
     def _stops_of(self, strings: tuple[str, ...]) -> Stops:
         if strings not in self._stops:
-            if len(self._stops) >= KEPT_STOPS + self.desk.most:  # those of requests that are under way have room
+            if len(self._stops) >= KEPT_STOPS + self.queue.max_requests:  # those of requests that are under way have room
                 self._stops.clear()
             self._stops[strings] = Stops(strings, self.lm.tokenizer, self.lm.vocab)
         return self._stops[strings]
@@ -166,14 +165,14 @@ class RequestForwarder:
         if not isinstance(error, ServerLostError | CancelledError):
             if not self.serves:
                 raise error
-            self._finish(asked.request, Completion([], [], [], False, -1, f"the engine failed: {error}"))
+            self._finish(asked.request, Completion.failed(f"the engine failed: {error}"))
             return
         server = asked.server
         if asked.life == server.life and not server.down and not isinstance(error, RequestAbortedError):
             for future in list(server.owed):
                 future.cancel()
             self.fleet.recover(server, str(error) or f"{server.client.url} does not answer")
-        if asked.request in self.desk.active:
+        if asked.request in self.queue.active:
             self._ask(asked.request)
 
     def _look(self) -> None:
@@ -188,9 +187,9 @@ class RequestForwarder:
             self.fleet.take_back()
 
 
-def forward_requests(sampler: RemoteEngine, desk: RequestQueue) -> None:
+def forward_requests(sampler: RemoteEngine, queue: RequestQueue) -> None:
     """Have servers draw what comes to a desk until it is closed."""
-    RequestForwarder(desk, sampler.fleet, sampler.lm, sampler.version, sampler.look, serves=True)()
+    RequestForwarder(queue, sampler.fleet, sampler.lm, sampler.version, sampler.look, serves=True)()
 
 
 class RemoteConversationEngine(RemoteEngine):
@@ -216,8 +215,8 @@ class RemoteConversationEngine(RemoteEngine):
         with closing(prompts.play(prompts, samples, luck)) as visits:
             limits = self._limits(prompts, limit).repeat_interleave(samples).tolist()
             visits.begin(limits, limit, self.temperature, None, ticket.greedy)
-            serve = RequestForwarder(visits.desk, self.fleet, self.lm, self.version, self.look)
+            serve = RequestForwarder(visits.queue, self.fleet, self.lm, self.version, self.look)
             serve()
             self.latest = serve.timeline
             most, temperature = min(limit, self.most or limit), 1.0 if ticket.greedy else self.temperature
-            return conversations_drawn(prompts, samples, most, visits.records(), temperature, self.version, True)
+            return rollouts_from_conversations(prompts, samples, most, visits.records(), temperature, self.version, True)
