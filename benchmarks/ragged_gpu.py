@@ -143,7 +143,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         **least,
         "over_floor": seconds[-1] / least["floor_s"],
         "over_floor_with_arithmetic": seconds[-1] / least["floor_with_arithmetic_s"],
-        "tail_s": drawn.timeline.tail,
+        "tail_s": drawn.timeline.tail_seconds,
         "tokens_per_second": int(lengths.sum()) / seconds[-1],
         "tokens": int(lengths.sum()),
         "launches": run.launches,

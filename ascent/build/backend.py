@@ -20,7 +20,7 @@ from ascent.core.menu import name_of
 from ascent.core.protocols import Learner, RolloutEngine, Task
 from ascent.core.types import Prompts, Rollouts, Streams
 from ascent.distributed.ranks import SINGLE_PROCESS, Ranks, in_ray_cluster
-from ascent.inference.occupancy import Timeline
+from ascent.inference.occupancy import OccupancyTimeline
 
 Params = dict[str, Tensor]
 SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p")
@@ -184,7 +184,7 @@ class Backend(ABC):
     @abstractmethod
     def rollout_engine(self, config: Config, model: Any, generator: torch.Generator) -> RolloutEngine: ...
 
-    def timeline(self, engine: RolloutEngine) -> Timeline | None:
+    def timeline(self, engine: RolloutEngine) -> OccupancyTimeline | None:
         """Where its sampler notes how many responses it decodes at once; None: always all of them."""
         return None
 

@@ -32,7 +32,7 @@ from ascent.core.update import Adam
 from ascent.distributed.ranks import SINGLE_PROCESS, Ranks, in_ray_cluster, is_torchrun_process
 from ascent.inference.continuous_batching import LocalConversationEngine
 from ascent.inference.engine import LocalEngine
-from ascent.inference.occupancy import Timeline
+from ascent.inference.occupancy import OccupancyTimeline
 from ascent.inference.remote.adapters import get_adapter
 from ascent.inference.remote.relay_client import read_key
 from ascent.inference.remote.remote_engine import RemoteEngine
@@ -194,7 +194,7 @@ class LanguageBackend(Backend):
         kind = LocalConversationEngine if task.agent else LocalEngine
         return kind(model, task.room, *how, most=task.max_tokens if task.has_environment else 0)
 
-    def timeline(self, engine: Any) -> Timeline:
+    def timeline(self, engine: Any) -> OccupancyTimeline:
         return engine.timeline
 
     def score_early(self, task: Any, engine: Any) -> None:

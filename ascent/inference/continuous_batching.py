@@ -19,8 +19,15 @@ from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Prompts, Rollouts
 from ascent.inference.engine import LocalEngine
 from ascent.inference.generation_state import GenerationState
-from ascent.inference.occupancy import Timeline
-from ascent.inference.request_queue import Completion, CompletionDelta, RecordedConversation, Request, RequestQueue
+from ascent.inference.occupancy import OccupancyTimeline
+from ascent.inference.request_queue import (
+    Completion,
+    CompletionDelta,
+    FinishReason,
+    RecordedConversation,
+    Request,
+    RequestQueue,
+)
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.stop_strings import Stops
 from ascent.ops.token_sampling import response_seeds
@@ -35,10 +42,10 @@ class IdleSequences:
     """What decoders ask of turns (`engines.turns.Turns`): which responses wait, and where their turns begin."""
 
     def __init__(self, count: int):
-        self.asked: dict[int, int] = {}
+        self.pending: dict[int, int] = {}
         """Slots whose turn is over, and how many tokens they have; the first has waited longest."""
-        self.begin = [0] * count
-        self.over: set[int] = set()
+        self.turn_start = [0] * count
+        self.terminated: set[int] = set()
 
 
 class Requests(GenerationState):
@@ -143,8 +150,8 @@ class Requests(GenerationState):
         drawn = slice(begin, length)
         tokens, logp = self.tokens_of(slot, begin, length), self.logp.numpy()[slot, drawn].tolist()
         mass = [1.0] * len(tokens) if whole else self.masses.numpy()[slot, drawn].tolist()
-        self.parked.asked[slot] = length
-        finish_reason = "stop" if self.ended[slot] else "length"
+        self.parked.pending[slot] = length
+        finish_reason: FinishReason = "stop" if self.ended[slot] else "length"
         self.queue.finish(request, Completion(tokens, logp, mass, finish_reason, self.sampler.version))
 
     # ---- requests that come and go
@@ -156,7 +163,7 @@ class Requests(GenerationState):
             self.missing.clear()
         for name in taken.ended_conversations:
             self.named.pop(self.slot.pop(name, -1), None)
-        left = [slot for slot in self.parked.asked if slot not in self.named or not self.keeps]
+        left = [slot for slot in self.parked.pending if slot not in self.named or not self.keeps]
         gone = set(taken.cancelled)
         left += [slot for slot, request in self.request.items() if request in gone]
         heard: list[tuple[int, list[int]]] = [(slot, []) for slot in dict.fromkeys(left)]
@@ -173,7 +180,7 @@ class Requests(GenerationState):
         return [(slot, self.prompts[self.prompt[slot]], list(self.prompt[slot])) for slot in entered]
 
     def _leave(self, slot: int) -> None:
-        self.parked.asked.pop(slot, None)
+        self.parked.pending.pop(slot, None)
         self.request.pop(slot, None), self.told.pop(slot, None)
         self.slot.pop(self.named.pop(slot, None), None)
         ids = self.prompt.pop(slot)
@@ -193,13 +200,13 @@ class Requests(GenerationState):
             held = int(self.length[slot])
             same = tuple(request.prompt) == self.prompt[slot]
             if same and request.response[:held] == self.tokens_of(slot, 0, held) and len(request.response) > held:
-                del self.parked.asked[slot]
+                del self.parked.pending[slot]
                 self._write(slot, request)
                 return [(slot, request.response[held:])]
             heard.append((slot, []))
             self._leave(slot)
-        if not self.free and self.parked.asked:
-            oldest = next(iter(self.parked.asked))
+        if not self.free and self.parked.pending:
+            oldest = next(iter(self.parked.pending))
             heard.append((oldest, []))
             self._leave(oldest)
         if not self.free:
@@ -220,7 +227,7 @@ class Requests(GenerationState):
     def _write(self, slot: int, request: Request) -> None:
         length = len(request.response)
         self.token[slot, :length] = torch.tensor(request.response, dtype=torch.long)
-        self.length[slot] = self.parked.begin[slot] = length
+        self.length[slot] = self.parked.turn_start[slot] = length
         self.seeds[slot] = request.seed  # type: ignore[index]
         self.limits[slot], self.ended[slot] = min(length + request.max_tokens, self.limit), False
         self.request[slot] = request
@@ -266,7 +273,7 @@ def short_switch_interval() -> Iterator[None]:
 @torch.no_grad()
 def serve_requests(
     sampler: LocalEngine, queue: RequestQueue, slots: int, limit: int, longest: int, room: int = 0
-) -> Timeline:
+) -> OccupancyTimeline:
     """Decode what comes to a desk until it is closed. The calling thread does the work."""
     with sampler.prepared() as head, short_switch_interval():
         drawn = Requests(queue, sampler, head, slots, limit, longest)

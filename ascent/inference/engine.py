@@ -15,7 +15,7 @@ from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Prompts, Rollouts
 from ascent.inference.environment_turns import EnvironmentTurns
 from ascent.inference.generation_state import FinishedCallback, GenerationState
-from ascent.inference.occupancy import Timeline
+from ascent.inference.occupancy import OccupancyTimeline
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.packed_cpu_model import PackedCpuModel, prepacked
 from ascent.inference.runners.paged import PagedRunner
@@ -67,9 +67,9 @@ class LocalEngine(RolloutEngine):
             self.packed = prepacked(lm)
             if self.packed is not None:
                 self.decoder = partial(PagedRunner, net=self.packed)
-        self.timeline = Timeline()
+        self.timeline = OccupancyTimeline()
         """How many responses ran when, of the tickets since it was last taken."""
-        self.latest = Timeline()
+        self.latest = OccupancyTimeline()
         """That of the latest call."""
         self.score_early: Callable[[list[int], list[list[int]]], None] | None = None
         """Who wants to score responses while others are being drawn: it is told the problems and the tokens."""
@@ -170,7 +170,7 @@ class LocalEngine(RolloutEngine):
             drawn.hand_over = self._hand_over([one.request.prompts for one in opened], samples)
             ids = [prompt for one in opened for prompt in _ids(one.request.prompts)]
             self.decoder(self.lm, ids, samples, self.rows, drawn, self.room)()
-        self.timeline.add(drawn.timeline)
+        self.timeline.merge(drawn.timeline)
         place = torch.arange(self.limit)
         new = (place >= before["length"][:, None]) & (place < drawn.length[:, None])
         version = torch.full(new.shape, -1)

@@ -1,7 +1,7 @@
-"""Turns: what a sampler asks when a turn of a response has ended, and what environments have said so far.
+"""Multi-turn responses: the interface between an engine and the environments that answer its turns.
 
-A sampler knows only responses that are asked about, answered with tokens, and over. Who answers, in which process and
-how fast, is nothing to it: what it draws depends on seeds and positions alone.
+An engine submits the tokens of a finished turn and receives observation tokens, or the end of the response. It does not
+depend on where an environment runs or how fast it is: sampled tokens depend on seeds and positions alone.
 """
 
 from typing import Any, Protocol
@@ -12,127 +12,127 @@ from torch import Tensor
 
 
 class EnvironmentReply(Protocol):
-    """What follows a turn."""
+    """An environment's reply to a turn."""
 
     @property
     def tokens(self) -> list[int]:
-        """Those of the observation; none: the response is over."""
+        """Tokens of the observation; empty if the response is over."""
 
     @property
     def reward(self) -> float: ...
 
     @property
     def error(self) -> str | None:
-        """Why the environment failed: then the response is not valid, whatever it has earned."""
+        """Why the environment failed. The response is then invalid, whatever its reward."""
 
     @property
-    def cut(self) -> bool:
-        """Did a limit of turns end the response, and not its environment?"""
+    def truncated(self) -> bool:
+        """Whether the response ended because of a limit on turns, and not because the environment terminated."""
 
     @property
     def note(self) -> str:
-        """What is to be said of the turn, in words."""
+        """A remark on the turn for people."""
 
     @property
     def seconds(self) -> float:
-        """How long the environment took."""
+        """Time that the environment took."""
 
 
 class EpisodeBatch(Protocol):
-    """The environments of one call, one per response, by its place in the call."""
+    """The episodes of one generation call, one per response, indexed by the position of the response in the call."""
 
     turn_tokens: int
-    """The most tokens of a turn; 0: no limit of its own."""
-    pays: bool
-    """May an answer bring a reward? Without, a response has that of its outcome alone, as if it had one turn."""
+    """Maximum number of tokens per turn; 0: no limit per turn."""
+    has_step_rewards: bool
+    """Whether replies carry rewards. If not, a response has only the reward of its outcome."""
 
-    def ask(self, response: int, turn: list[int]) -> None:
-        """A turn has ended, and these are its tokens."""
+    def submit_turn(self, response: int, turn: list[int]) -> None:
+        """Submit the tokens of a finished turn."""
 
-    def answers(self, wait: bool) -> list[tuple[int, EnvironmentReply]]:
-        """What has been answered since, in any order. `wait`: at least one, if any was asked for.
+    def poll(self, wait: bool) -> list[tuple[int, EnvironmentReply]]:
+        """Return the replies since the last call, in any order; with `wait`, block until there is at least one.
 
-        Every wait has a deadline of its own: an environment that misses it has failed, and that is the answer.
+        Every environment has a deadline. If it misses the deadline, the reply is an error.
         """
 
     def close(self) -> None:
-        """The call is over: end what is left."""
+        """End the remaining episodes."""
 
 
 class EnvironmentTurns:
-    """What was asked and answered in one call: how far each response may go, and the fields that rollouts get."""
+    """Turns, observations and rewards of one generation call, and the token limits that follow from them."""
 
     def __init__(self, episodes: EpisodeBatch, limits: Tensor, width: int):
-        """`limits`: tokens of each response that are drawn. `width`: tokens of any, observations counted."""
+        """`limits`: maximum number of sampled tokens per response. `width`: maximum length, including observations."""
         count = len(limits)
-        self.episodes, self.limits, self.room = episodes, limits.tolist(), width
+        self.episodes, self.limits, self.width = episodes, limits.tolist(), width
         self.observed = np.zeros((count, width), dtype=bool)
-        """Tokens that nobody drew."""
+        """True for observation tokens."""
         self.turn = np.zeros((count, width), dtype=np.int64)
         self.reward, self.waited = np.zeros((count, width), np.float32), np.zeros((count, width), np.float32)
-        self.begin = [0] * count
-        """Where the latest turn of each response begins."""
-        self.given = [0] * count
-        """Tokens of each response that nobody drew."""
-        self.asked: dict[int, int] = {}
-        """Responses that wait for an answer, and how many tokens they have."""
-        self.over: set[int] = set()
-        """Responses whose environment has ended them; others that are over were truncated by a limit."""
+        self.turn_start = [0] * count
+        """Index of the first token of each response's latest turn."""
+        self.num_observed = [0] * count
+        """Number of observation tokens of each response."""
+        self.pending: dict[int, int] = {}
+        """Responses that wait for an observation, with their lengths."""
+        self.terminated: set[int] = set()
+        """Responses that their environments ended. All others are truncated by a limit."""
         self.errors: dict[int, str] = {}
         self.notes: dict[int, list[str]] = {}
 
-    def end(self, response: int) -> int:
-        """How many tokens a response may have for good, if nothing more is given to it."""
-        return min(self.room, self.given[response] + self.limits[response])
+    def max_length(self, response: int) -> int:
+        """Return the maximum length of a response if it receives no further observation."""
+        return min(self.width, self.num_observed[response] + self.limits[response])
 
-    def limit(self, response: int) -> int:
-        """Where its latest turn ends at the latest."""
+    def turn_limit(self, response: int) -> int:
+        """Return the maximum length of a response at the end of its latest turn."""
         turn = self.episodes.turn_tokens
-        return min(self.end(response), self.begin[response] + turn) if turn else self.end(response)
+        return min(self.max_length(response), self.turn_start[response] + turn) if turn else self.max_length(response)
 
-    def ask(self, response: int, turn: list[int]) -> None:
-        """The latest turn of a response has ended, with these tokens."""
-        self.asked[response] = self.begin[response] + len(turn)
-        self.episodes.ask(response, turn)
+    def submit_turn(self, response: int, turn: list[int]) -> None:
+        """Submit the tokens of the latest turn to the environment."""
+        self.pending[response] = self.turn_start[response] + len(turn)
+        self.episodes.submit_turn(response, turn)
 
-    def answers(self, wait: bool = False) -> list[tuple[int, list[int]]]:
-        """Observations that have arrived, by response; without one it is over, and so if none would leave room."""
-        arrived = []
-        for response, answer in self.episodes.answers(wait) if self.asked else []:
-            end = self.asked.pop(response)
-            self.reward[response, end - 1] += answer.reward
-            self.waited[response, end - 1] += answer.seconds
-            if answer.note:
-                self.notes.setdefault(response, []).append(answer.note)
-            tokens = answer.tokens
-            if answer.error is not None:
-                self.errors[response], tokens = answer.error, []
-            if not tokens and not answer.cut:
-                self.over.add(response)
-            elif end + len(tokens) >= min(self.room, self.given[response] + len(tokens) + self.limits[response]):
+    def poll_observations(self, wait: bool = False) -> list[tuple[int, list[int]]]:
+        """Return new observations by response. No tokens: the response is over, or has no room for another token."""
+        observations = []
+        for response, reply in self.episodes.poll(wait) if self.pending else []:
+            end = self.pending.pop(response)
+            self.reward[response, end - 1] += reply.reward
+            self.waited[response, end - 1] += reply.seconds
+            if reply.note:
+                self.notes.setdefault(response, []).append(reply.note)
+            tokens = reply.tokens
+            if reply.error is not None:
+                self.errors[response], tokens = reply.error, []
+            if not tokens and not reply.truncated:
+                self.terminated.add(response)
+            elif end + len(tokens) >= min(self.width, self.max_length(response) + len(tokens)):
                 tokens = []
-            self.given[response] += len(tokens)
-            self.begin[response] = behind = end + len(tokens)
-            self.observed[response, end:behind] = True
-            self.turn[response, behind:] += 1
-            arrived.append((response, tokens))
-        return arrived
+            self.num_observed[response] += len(tokens)
+            self.turn_start[response] = start = end + len(tokens)
+            self.observed[response, end:start] = True
+            self.turn[response, start:] += 1
+            observations.append((response, tokens))
+        return observations
 
     def fields(self, shape: tuple[int, int], present: Tensor) -> dict[str, Any]:
-        """What rollouts of these responses carry of it."""
-        width, words = present.shape[-1], np.empty(shape[0] * shape[1], dtype=object)
-        for i in range(len(words)):
-            words[i] = "; ".join([*self.notes.get(i, []), *([self.errors[i]] if i in self.errors else [])])
+        """Return the fields of `Rollouts` that come from environments."""
+        width, notes = present.shape[-1], np.empty(shape[0] * shape[1], dtype=object)
+        for i in range(len(notes)):
+            notes[i] = "; ".join([*self.notes.get(i, []), *([self.errors[i]] if i in self.errors else [])])
         observed, turn, reward, waited = (
-            torch.from_numpy(part[:, :width]).reshape(*shape, width)
-            for part in (self.observed, self.turn, self.reward, self.waited)
+            torch.from_numpy(values[:, :width]).reshape(*shape, width)
+            for values in (self.observed, self.turn, self.reward, self.waited)
         )
         return {
             "mask": present & ~observed,
             "present": present,
             "turn": torch.where(present, turn, 0),
-            "reward": reward if self.episodes.pays else None,
+            "reward": reward if self.episodes.has_step_rewards else None,
             "waited": waited,
-            "valid": torch.tensor([i not in self.errors for i in range(len(words))]).view(shape),
-            "notes": words.reshape(shape),
+            "valid": torch.tensor([i not in self.errors for i in range(len(notes))]).view(shape),
+            "notes": notes.reshape(shape),
         }

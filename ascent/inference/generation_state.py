@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ascent.core.sampling_params import SamplingParams
 from ascent.inference.environment_turns import EnvironmentTurns
-from ascent.inference.occupancy import Timeline
+from ascent.inference.occupancy import OccupancyTimeline
 from ascent.inference.stop_strings import Stops
 from ascent.models.lm_head import Head
 from ascent.ops.token_sampling import draw_tokens, uniform
@@ -39,7 +39,7 @@ class GenerationState:
         self.limits = torch.full((count,), limit) if limits is None else limits
         """The most tokens of each response, none above `limit`; of one with turns, up to the end of its latest."""
         if turns is not None:
-            self.limits = torch.tensor([turns.limit(response) for response in range(count)])
+            self.limits = torch.tensor([turns.turn_limit(response) for response in range(count)])
         self.head, self.temperature, self.support = head, temperature, support
         self.seeds = seeds
         """One per response; None: the likeliest token is taken."""
@@ -58,7 +58,7 @@ class GenerationState:
         """Responses that are not over and that the call is there for: it ends when none is left."""
         self.before: Collection[int] = ()
         """Responses that were over before the call."""
-        self.timeline = Timeline()
+        self.timeline = OccupancyTimeline()
         """How many responses ran when; a decoder writes it."""
         self.hand_over: FinishedCallback | None = None
         """Who wants to know of responses that are over while others are being drawn."""
@@ -174,7 +174,7 @@ class GenerationState:
 
     def begin(self, response: int) -> int:
         """Where its latest turn begins."""
-        return 0 if self.turns is None else self.turns.begin[response]
+        return 0 if self.turns is None else self.turns.turn_start[response]
 
     def ask(self, responses: list[int]) -> list[int]:
         """Who of these, whose latest token is drawn, is over; of the others, those whose turn is over are asked about.
@@ -186,10 +186,10 @@ class GenerationState:
         for response, length, ended, limit in zip(responses, *(part.tolist() for part in found), strict=True):
             if not ended and length < limit:
                 continue
-            if self.turns is None or not (ended or length < self.turns.end(response)):
+            if self.turns is None or not (ended or length < self.turns.max_length(response)):
                 over.append(response)
             else:
-                self.turns.ask(response, self.tokens_of(response, self.begin(response), length))
+                self.turns.submit_turn(response, self.tokens_of(response, self.begin(response), length))
         if over and self.hand_over is not None:
             lengths = self.length[over].tolist()
             self.hand_over(over, [self.tokens_of(i, 0, length) for i, length in zip(over, lengths, strict=True)])
@@ -198,13 +198,13 @@ class GenerationState:
     @property
     def asked(self) -> bool:
         """Does any response wait for its environment?"""
-        return self.turns is not None and bool(self.turns.asked)
+        return self.turns is not None and bool(self.turns.pending)
 
     def answers(self, wait: bool) -> list[tuple[int, list[int]]]:
         """Observations that have arrived, now part of their responses; without tokens, the response is over."""
         if self.turns is None:
             return []
-        arrived = self.turns.answers(wait)
+        arrived = self.turns.poll_observations(wait)
         if not arrived:
             return arrived
         responses, observations = zip(*arrived, strict=True)
@@ -213,7 +213,7 @@ class GenerationState:
         place = torch.arange(len(row)) + (self.length[at] - count.cumsum(0) + count).repeat_interleave(count)
         self.token[row, place] = torch.tensor([token for tokens in observations for token in tokens], dtype=torch.long)
         self.length[at] += count
-        self.ended[at] = torch.tensor([response in self.turns.over for response in at])
-        self.limits[at] = torch.tensor([self.turns.limit(response) for response in at])
+        self.ended[at] = torch.tensor([response in self.turns.terminated for response in at])
+        self.limits[at] = torch.tensor([self.turns.turn_limit(response) for response in at])
         self.stopped.difference_update(at)
         return arrived

@@ -1,66 +1,66 @@
-"""How many responses a sampler decodes at once, over the time that it takes: where few are left, the rest waits."""
+"""Occupancy of the running batch over time: how many sequences an engine decodes at once."""
 
 import time
 from dataclasses import dataclass, field
 
-TAIL = 0.5
-"""The tail of a rollout is the time in which fewer than this share of the lanes is busy."""
-SLICES = 32
-"""Parts of equal duration that the time of a step is cut into."""
+TAIL_OCCUPANCY = 0.5
+"""The tail of a rollout is the time in which less than this share of the batch's capacity is in use."""
+NUM_SLICES = 32
+"""Number of equal time slices in `OccupancyTimeline.mean_running`."""
 
 
 @dataclass
-class Timeline:
-    """Rows that ran, and for how long. A lane is a place for a row: there are as many as can run at once."""
+class OccupancyTimeline:
+    """Number of running sequences over time."""
 
-    lanes: int = 0
-    """Of a call; of several, the most."""
+    capacity: int = 0
+    """Maximum number of sequences that can run at once; of several merged timelines, the largest."""
     spans: list[tuple[float, int, int]] = field(default_factory=list)
-    """Seconds, and the rows and lanes in them."""
-    _since: tuple[float, int] | None = None
-    """When a span began that goes on, and its rows."""
+    """(seconds, running sequences, capacity) of consecutive time spans."""
+    _current: tuple[float, int] | None = None
+    """Start time and running sequences of the span that has not ended yet."""
 
-    def see(self, rows: int) -> None:
-        """From now on this many rows run."""
-        if self._since is None or self._since[1] != rows:
+    def record(self, running: int) -> None:
+        """Record that this many sequences run from now on."""
+        if self._current is None or self._current[1] != running:
             self.stop()
-            self._since = time.perf_counter(), rows
+            self._current = time.perf_counter(), running
 
     def stop(self) -> None:
-        """The call is over."""
-        if self._since is not None:
-            begun, rows = self._since
-            self.spans.append((time.perf_counter() - begun, rows, self.lanes))
-            self._since = None
+        """End the current span."""
+        if self._current is not None:
+            start, running = self._current
+            self.spans.append((time.perf_counter() - start, running, self.capacity))
+            self._current = None
 
-    def add(self, other: "Timeline") -> None:
-        """Another call, behind those that are here."""
+    def merge(self, other: "OccupancyTimeline") -> None:
+        """Append the spans of a later call."""
         self.spans += other.spans
-        self.lanes = max(self.lanes, other.lanes)
+        self.capacity = max(self.capacity, other.capacity)
 
-    def take(self) -> "Timeline":
-        """All that is here, which then begins anew."""
-        taken = Timeline(self.lanes, self.spans)
-        self.lanes, self.spans = 0, []
-        return taken
+    def drain(self) -> "OccupancyTimeline":
+        """Return a copy and clear this timeline."""
+        drained = OccupancyTimeline(self.capacity, self.spans)
+        self.capacity, self.spans = 0, []
+        return drained
 
     @property
     def seconds(self) -> float:
         return sum(seconds for seconds, _, _ in self.spans)
 
     @property
-    def tail(self) -> float:
-        """Seconds in which fewer than `TAIL` of the lanes were busy."""
-        return sum(seconds for seconds, rows, lanes in self.spans if rows < TAIL * lanes)
+    def tail_seconds(self) -> float:
+        """Time in which less than `TAIL_OCCUPANCY` of the capacity was in use."""
+        return sum(seconds for seconds, running, capacity in self.spans if running < TAIL_OCCUPANCY * capacity)
 
-    def running(self, slices: int = SLICES) -> list[float]:
-        """The mean number of rows that ran in each of so many parts of the time."""
+    def mean_running(self, slices: int = NUM_SLICES) -> list[float]:
+        """Return the mean number of running sequences in each of `slices` equal parts of the time."""
         if not (width := self.seconds / slices):
             return []
-        area, at = [0.0] * slices, 0.0
-        for seconds, rows, _ in self.spans:
-            end = at + seconds
-            for i in range(min(int(at / width), slices - 1), min(int(end / width), slices - 1) + 1):
-                area[i] += rows * max(0.0, min(end, (i + 1) * width) - max(at, i * width))
-            at = end
+        area, start = [0.0] * slices, 0.0
+        for seconds, running, _ in self.spans:
+            end = start + seconds
+            for i in range(min(int(start / width), slices - 1), min(int(end / width), slices - 1) + 1):
+                area[i] += running * max(0.0, min(end, (i + 1) * width) - max(start, i * width))
+            start = end
         return [round(part / width, 2) for part in area]

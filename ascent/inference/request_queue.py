@@ -22,6 +22,9 @@ POLL_SECONDS = 1.0
 """Maximum time that `RequestQueue.poll` blocks."""
 
 
+FinishReason = Literal["stop", "length", "error"]
+
+
 class CompletionDelta(NamedTuple):
     """New tokens of a streamed completion."""
 
@@ -37,7 +40,7 @@ class Completion(NamedTuple):
     """Log-probs over the full vocabulary, at the sampling temperature."""
     kept_mass: list[float]
     """Probability mass kept by top-k, top-p and min-p; 1 where nothing was truncated."""
-    finish_reason: Literal["stop", "length", "error"]
+    finish_reason: FinishReason
     """stop: an end token or a stop string; length: `max_tokens`; error: the engine failed."""
     version: int
     """Version of the policy that generated the tokens; −1 after an error."""

@@ -139,7 +139,7 @@ class TurnReply(NamedTuple):
     error: str | None = None
     note: str = ""
     seconds: float = 0.0
-    cut: bool = False
+    truncated: bool = False
 
 
 class Conversations:
@@ -149,7 +149,7 @@ class Conversations:
         self.player, self.problems, self.seeds, self.first = player, problems, seeds, first
         self.samples = len(seeds) // len(problems)
         self.episodes = range(first, first + len(seeds))
-        self.turn_tokens, self.pays = player.turn_tokens, player.pays
+        self.turn_tokens, self.has_step_rewards = player.turn_tokens, player.pays
         self.turns: dict[int, int] = {}
         """Turns of each response that has begun."""
         self.latest: dict[int, list[int]] = {}
@@ -162,7 +162,7 @@ class Conversations:
         self.seconds: dict[int, float] = {}
         """How long the environment of each response has worked on its latest turn."""
 
-    def ask(self, response: int, turn: list[int]) -> None:
+    def submit_turn(self, response: int, turn: list[int]) -> None:
         self.latest[response] = turn
         if response in self.turns:
             return self._step(response)
@@ -177,7 +177,7 @@ class Conversations:
         words = self.player.words(self.latest[response], self.before[response])
         self.player.pool.step(self.first + response, words)
 
-    def answers(self, wait: bool) -> list[tuple[int, TurnReply]]:
+    def poll(self, wait: bool) -> list[tuple[int, TurnReply]]:
         arrived: list[tuple[int, TurnReply]] = []
         while not arrived:
             replies = self.player.replies(self.episodes, GLANCE if wait else 0.0)

@@ -71,7 +71,7 @@ class SmallSampler(RolloutEngine):
             random = None if greedy else stream
             drawn = self.policy.sample_turns(prompts.prompt, samples, self.temperature, random, follow)
         present = torch.arange(drawn.response.shape[2]) < drawn.length.unsqueeze(-1)
-        cut = torch.tensor([i not in turns.over for i in range(count)]).view(shape)
+        cut = torch.tensor([i not in turns.terminated for i in range(count)]).view(shape)
         return self._rollouts(prompts, drawn, truncated=cut, **turns.fields(shape, present))
 
 
@@ -95,9 +95,9 @@ class Conversation:
             elif self.running[i]:
                 self.latest[i].append(token)
                 if token == self.end or len(self.latest[i]) == most:
-                    turns.ask(i, self.latest[i])
+                    turns.submit_turn(i, self.latest[i])
                     self.latest[i] = []
-        while turns.asked:
-            for i, observation in turns.answers(wait=True):
+        while turns.pending:
+            for i, observation in turns.poll_observations(wait=True):
                 self.observed[i], self.running[i] = list(observation), bool(observation)
         return torch.tensor(tokens), torch.tensor(self.running)

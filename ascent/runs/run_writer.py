@@ -14,7 +14,7 @@ from torch import Tensor, contiguous_format
 from ascent.core.config import Config
 from ascent.core.protocols import Learner, PendingRollout, Task, UpdateResult
 from ascent.core.types import Batch, Metrics, State, Streams
-from ascent.inference.occupancy import Timeline
+from ascent.inference.occupancy import OccupancyTimeline
 from ascent.runs import checkpoint, rollout_files
 from ascent.runs.alerts import step_alerts
 from ascent.runs.alerts.metric_windows import Alert
@@ -51,7 +51,7 @@ class RunWriter:
         self.folder, self.config, self.task, self.display = folder, config, task, display
         self.trackers: Trackers | None = None
         self.journal: Journal | None = None
-        self.timeline: Timeline | None = None
+        self.timeline: OccupancyTimeline | None = None
         """Where the sampler notes how many responses it decodes at once."""
         self.pieces = Pieces(task)
         self.files = {name: open(folder.path / name, "a") for name in JSONL_FILES}  # noqa: SIM115 (open as long as the run)
@@ -126,7 +126,7 @@ class RunWriter:
 
     def _tail(self, step: int) -> Metrics:
         """Write how many responses were decoded at once, over the time of the step; its tail is a metric."""
-        seen = Timeline() if self.timeline is None else self.timeline.take()
+        seen = OccupancyTimeline() if self.timeline is None else self.timeline.take()
         if not seen.spans:
             return {}
         times = {"time/seconds": seen.seconds, "time/tail": seen.tail, "time/running": seen.running()}

@@ -24,7 +24,7 @@ from ascent.core.errors import ConfigError
 from ascent.core.loop import PhaseTimer, collect, score_rollouts
 from ascent.core.protocols import RolloutRequest
 from ascent.core.types import Prompts
-from ascent.inference.occupancy import Timeline
+from ascent.inference.occupancy import OccupancyTimeline
 from ascent.models import Transformer
 from ascent.rewards.small_task import BoundSmallTask
 from ascent.rollout.delegating_engine import DelegatingEngine
@@ -404,7 +404,7 @@ def test_offline_data_has_its_own_number_of_responses_and_the_version_that_was_l
 def test_a_wrapped_sampler_shares_the_timeline_of_the_one_inside_and_closes_it() -> None:
     class Inner:
         deterministic, provides, limit, rows, note = True, frozenset({"mass"}), 7, 8, "slow"
-        timeline, closed = Timeline(3), 0
+        timeline, closed = OccupancyTimeline(3), 0
 
         def close(self) -> None:
             self.closed += 1
@@ -417,7 +417,7 @@ def test_a_wrapped_sampler_shares_the_timeline_of_the_one_inside_and_closes_it()
     outer = Outer(inner)
     assert (outer.deterministic, outer.provides, outer.limit, outer.rows, outer.note) == (True, {"mass"}, 7, 8, "slow")
     assert outer.timeline is inner.timeline
-    outer.timeline = later = Timeline(4)
+    outer.timeline = later = OccupancyTimeline(4)
     assert inner.timeline is later is outer.timeline
     outer.close()
     assert inner.closed == 1

@@ -236,8 +236,8 @@ def test_more_requests_than_are_taken_are_refused_and_a_closed_desk_says_so() ->
     request_queue.cancel(asked[0].request)
     last = Asked(request_queue, [1], [], 4)
     request_queue.close()
-    assert "ended" in last.done().error and "ended" in asked[1].done().error and asked[0].events.empty()
-    with pytest.raises(RunError, match="sampled any more"):
+    assert "closed" in last.done().error and "closed" in asked[1].done().error and asked[0].events.empty()
+    with pytest.raises(RunError, match="is closed"):
         Asked(request_queue, [1], [], 5)
 
 
@@ -248,7 +248,8 @@ def test_a_small_cache_evicts_and_changes_nothing(decoder: str) -> None:
             asked = [Asked(request_queue, [4 + i % 2, 5, 6], [], i, conversation_id=i) for i in range(6)]
             first = [one.done().tokens for one in asked]
             again = [
-                Asked(request_queue, [4 + i % 2, 5, 6], [*tokens[:8], 7], i, conversation_id=i) for i, tokens in enumerate(first)
+                Asked(request_queue, [4 + i % 2, 5, 6], [*tokens[:8], 7], i, conversation_id=i)
+                for i, tokens in enumerate(first)
             ]
             return first + [one.done().tokens for one in again]
 
@@ -310,7 +311,9 @@ def test_a_row_that_loses_its_pages_and_gets_others_at_once_is_encoded_anew(monk
 def test_a_turn_depends_on_its_request_alone(decoder: str) -> None:
     """Not on who had its slot before, nor on another turn of its conversation, earlier or under way."""
     with serving(ready(decoder, min_tokens=LIMIT), slots=1) as request_queue:
-        narrow = Asked(request_queue, [5, 6], [], 1, max_tokens=4, sampling_params=SamplingParams(top_k=2, min_tokens=LIMIT)).done()
+        narrow = Asked(
+            request_queue, [5, 6], [], 1, max_tokens=4, sampling_params=SamplingParams(top_k=2, min_tokens=LIMIT)
+        ).done()
         whole = Asked(request_queue, [5, 6], [], 2, max_tokens=4, sampling_params=SamplingParams()).done()
         assert max(narrow.kept_mass) < 1 and set(whole.kept_mass) == {1.0}
     with serving(ready(decoder, min_tokens=LIMIT)) as request_queue:
@@ -386,7 +389,7 @@ def test_who_asks_again_as_soon_as_the_desk_is_closed_is_refused() -> None:
     request_queue, refused = RequestQueue(2), list[str]()
 
     def ask_again(_: CompletionDelta | Completion) -> None:
-        with pytest.raises(RunError, match="sampled any more"):
+        with pytest.raises(RunError, match="is closed"):
             Asked(request_queue, [1], [], 1)
         refused.append("refused")
 

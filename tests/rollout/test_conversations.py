@@ -334,11 +334,11 @@ def test_a_call_is_answered_and_a_turn_without_one_ends_the_response(place: Path
         with closing(prompts.play(prompts, 3, [1, 2, 3])) as episodes:
             turns = ['<call>calculator {"expression": "12*12"}</call>', "<call>calculator {</call>", "144"]
             for response, words in enumerate(turns):
-                episodes.ask(response, [*model.tokenize(words), model.end])
+                episodes.submit_turn(response, [*model.tokenize(words), model.end])
             found: dict[int, Any] = {}
             while len(found) < 3:
-                found |= dict(episodes.answers(wait=True))
-    assert not episodes.pays, "the reward is the outcome's, and not one per token"
+                found |= dict(episodes.poll(wait=True))
+    assert not episodes.has_step_rewards, "the reward is the outcome's, and not one per token"
     assert "144" in model.tokenizer.decode(found[0].tokens) and "calls=1 unparsed=0" in found[0].note
     assert "error" in model.tokenizer.decode(found[1].tokens) and "unparsed=1" in found[1].note
     assert found[2].tokens == [] and found[2].error is None
@@ -418,9 +418,9 @@ def test_a_look_does_not_wait_for_episodes_that_begin() -> None:
         prompts = bound.held_out(1)
         bound.player.pool = Slow(Swaps().episode)
         with closing(prompts.play(prompts, 1, [1])) as episodes:
-            episodes.ask(0, [0])
-            assert [episodes.answers(wait=False) for _ in range(3)] == [[], [], []]
-            assert len(episodes.answers(wait=False)) == 1, "begun and answered"
+            episodes.submit_turn(0, [0])
+            assert [episodes.poll(wait=False) for _ in range(3)] == [[], [], []]
+            assert len(episodes.poll(wait=False)) == 1, "begun and answered"
 
 
 @pytest.mark.parametrize(
@@ -460,12 +460,12 @@ def test_an_observation_that_cannot_be_shown_is_the_error_of_its_response(place:
         prompts = bound.held_out(1)
         bound.player.pool = LocalEpisodes(Odd)
         with closing(prompts.play(prompts, 2, [1, 2])) as episodes:
-            episodes.ask(0, [0])
-            ((_, answer),) = episodes.answers(wait=True)
+            episodes.submit_turn(0, [0])
+            ((_, answer),) = episodes.poll(wait=True)
             assert answer.tokens == [] and "answered nothing, and was not over" in str(answer.error)
             bound.player.words = lambda *_: "a"
-            episodes.ask(1, [0])
-            ((_, answer),) = episodes.answers(wait=True)
+            episodes.submit_turn(1, [0])
+            ((_, answer),) = episodes.poll(wait=True)
             assert "cannot be shown" in str(answer.error)
 
 

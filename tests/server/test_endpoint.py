@@ -765,7 +765,11 @@ def forced(made: Any, turn: list[int], ended: bool = True) -> list[list[int]]:
         if left:
             for i, token in enumerate(turn[:-1] if request.stream else ()):
                 request.on_output(CompletionDelta([token], [-float(i)]))
-            request.on_output(Completion(turn, [-float(i) for i in range(len(turn))], [1.0] * len(turn), "stop" if ended else "length", 7))
+            request.on_output(
+                Completion(
+                    turn, [-float(i) for i in range(len(turn))], [1.0] * len(turn), "stop" if ended else "length", 7
+                )
+            )
         else:
             submit(request)
 

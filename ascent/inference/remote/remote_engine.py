@@ -26,7 +26,7 @@ from ascent.core.errors import RunError
 from ascent.core.protocols import FinishedRollouts, PendingRollout, RolloutEngine, RolloutRequest
 from ascent.core.types import Prompts, Rollouts
 from ascent.inference.environment_turns import EnvironmentTurns
-from ascent.inference.occupancy import Timeline
+from ascent.inference.occupancy import OccupancyTimeline
 from ascent.inference.remote.engine_adapter import EMPTY_RESPONSE, EngineRequest, EngineResponse
 from ascent.inference.remote.server_client import ServerLostError
 from ascent.inference.remote.server_pool import Server, ServerPool
@@ -118,7 +118,7 @@ class RemoteEngine(RolloutEngine):
         self.lm, self.limit, self.temperature, self.generator = lm, limit, temperature, generator
         self.stops, self.most, self.rows, self.version = stops, most, policy.rows or ROWS, -1
         self.fleet = ServerPool(policy, lm, self.rows, longest, temperature)
-        self.timeline, self.look = Timeline(), LOOK
+        self.timeline, self.look = OccupancyTimeline(), LOOK
         self.folder: Path | None = None
         """Where a server that Ascent starts keeps its log; None: in a folder that is removed at the end."""
         self._temporary: Path | None = None
@@ -188,7 +188,7 @@ class RemoteEngine(RolloutEngine):
 
     def _now(self, ticket: RolloutRequest, seeds: Tensor, limit: int | None) -> Rollouts:
         prompts, each = ticket.prompts, self._begin(PendingRollout(ticket, seeds=seeds), limit or self.limit)
-        count = sum(1 for _ in self._groups([each], WHOLE, Timeline()))  # not part of a step's rollouts
+        count = sum(1 for _ in self._groups([each], WHOLE, OccupancyTimeline()))  # not part of a step's rollouts
         if count < len(prompts):
             raise RunError(f"the engine has finished {count} of {len(prompts)} groups within {WHOLE:g} seconds")
         return self._rollouts(each, list(range(len(prompts))))
@@ -239,11 +239,13 @@ class RemoteEngine(RolloutEngine):
 
     # ---- answers
 
-    def _groups(self, wanted: list[UnderWay], deadline: float, timeline: Timeline) -> Iterator[tuple[UnderWay, int]]:
+    def _groups(
+        self, wanted: list[UnderWay], deadline: float, timeline: OccupancyTimeline
+    ) -> Iterator[tuple[UnderWay, int]]:
         """Groups as they finish, until all have or the time is over. What else arrives meanwhile is kept."""
         until = time.monotonic() + deadline
         servers, count = self.fleet.servers, sum(each.seeds.numel() for each in {*wanted, *self._open.values()})
-        timeline.lanes = max(timeline.lanes, min(count, self.rows * sum(not server.down for server in servers)))
+        timeline.capacity = max(timeline.capacity, min(count, self.rows * sum(not server.down for server in servers)))
         try:
             while True:
                 for each in wanted:
@@ -253,7 +255,7 @@ class RemoteEngine(RolloutEngine):
                         yield each, each.ready.popleft()
                 if all(each.handed == len(each.request.prompts) for each in wanted) or time.monotonic() > until:
                     return
-                timeline.see(min(timeline.lanes, sum(len(server.owed) for server in servers)))
+                timeline.record(min(timeline.capacity, sum(len(server.owed) for server in servers)))
                 for each in wanted:
                     self._hear(each)
                 if not any(each.ready for each in wanted):
@@ -313,21 +315,21 @@ class RemoteEngine(RolloutEngine):
             each.take(asked.place, whole)
         else:
             each.waiting[response] = replace(asked, before=whole)
-            each.turns.ask(response, turn.tokens)
+            each.turns.submit_turn(response, turn.tokens)
 
     def _hear(self, each: UnderWay) -> None:
         """What environments have answered: the next turn of a conversation is asked for, or it is over."""
-        for response, observed in each.turns.answers() if each.turns is not None else ():
+        for response, observed in each.turns.poll_observations() if each.turns is not None else ():
             assert each.turns is not None
             asked = each.waiting.pop(response)
             seen = EngineResponse(observed, [0.0] * len(observed), [self.version] * len(observed))
             whole = asked.before.then(seen)
             if not observed:
-                each.take(asked.place, whole._replace(ended=response in each.turns.over))
+                each.take(asked.place, whole._replace(ended=response in each.turns.terminated))
                 continue
             prompt = each.request.prompts.prompt[asked.place[0]]
             seed = (asked.request.seed + GOLDEN) % 2**62
-            ids, most = prompt[prompt >= 0].tolist() + whole.tokens, each.turns.limit(response) - len(whole.tokens)
+            ids, most = prompt[prompt >= 0].tolist() + whole.tokens, each.turns.turn_limit(response) - len(whole.tokens)
             self._ask(replace(asked, request=asked.request._replace(prompt=ids, most=most, seed=seed), before=whole))
 
     def _cut(self, answer: EngineResponse) -> EngineResponse:

@@ -21,12 +21,12 @@ from ascent.core.errors import RunError
 from ascent.core.protocols import PendingRollout, RolloutEngine, RolloutRequest
 from ascent.core.types import Rollouts
 from ascent.inference.continuous_batching import rollouts_from_conversations
-from ascent.inference.occupancy import Timeline
+from ascent.inference.occupancy import OccupancyTimeline
 from ascent.inference.remote.engine_adapter import EngineRequest, EngineResponse
 from ascent.inference.remote.remote_engine import GOLDEN, RemoteEngine
 from ascent.inference.remote.server_client import ServerLostError
 from ascent.inference.remote.server_pool import Server, ServerPool
-from ascent.inference.request_queue import Completion, CompletionDelta, Request, RequestQueue
+from ascent.inference.request_queue import Completion, CompletionDelta, FinishReason, Request, RequestQueue
 from ascent.inference.stop_strings import Stops
 
 KEPT, KEPT_STOPS = 4096, 16
@@ -56,9 +56,11 @@ class RequestForwarder:
     only with a whole answer; what a server refuses fails one turn; and servers that are back are taken back.
     """
 
-    def __init__(self, queue: RequestQueue, fleet: ServerPool, lm: Any, version: int, look: float, serves: bool = False):
+    def __init__(
+        self, queue: RequestQueue, fleet: ServerPool, lm: Any, version: int, look: float, serves: bool = False
+    ):
         self.queue, self.fleet, self.lm, self.version, self.look = queue, fleet, lm, version, look
-        self.serves, self.timeline = serves, Timeline(fleet.rows)
+        self.serves, self.timeline = serves, OccupancyTimeline(fleet.rows)
         self.owed: dict[Request, Future[EngineResponse]] = {}
         self.told: dict[Request, list[int]] = {}
         """Tokens that whoever watches was told of."""
@@ -78,7 +80,7 @@ class RequestForwarder:
                     self._ask(request)
                 while self.failed:
                     self._again(*self.failed.popleft())
-                self.timeline.see(min(len(self.owed), self.timeline.lanes))
+                self.timeline.record(min(len(self.owed), self.timeline.capacity))
                 if self.serves:
                     del self.timeline.spans[:-KEPT]
                 self._look()
@@ -150,12 +152,14 @@ class RequestForwarder:
         """A turn up to its end token, or to the token that completes a stop string."""
         end = self._stops_of(request.stop).end(answer.tokens) if request.stop else 0
         tokens, logp = answer.tokens[: end or None], answer.logp[: end or None]
-        finish_reason = "stop" if end or tokens[-1] in self.lm.ends else "length"
+        finish_reason: FinishReason = "stop" if end or tokens[-1] in self.lm.ends else "length"
         return Completion(tokens, logp, [1.0] * len(tokens), finish_reason, self.version)
 
     def _stops_of(self, strings: tuple[str, ...]) -> Stops:
         if strings not in self._stops:
-            if len(self._stops) >= KEPT_STOPS + self.queue.max_requests:  # those of requests that are under way have room
+            if (
+                len(self._stops) >= KEPT_STOPS + self.queue.max_requests
+            ):  # those of requests that are under way have room
                 self._stops.clear()
             self._stops[strings] = Stops(strings, self.lm.tokenizer, self.lm.vocab)
         return self._stops[strings]
@@ -195,7 +199,7 @@ def forward_requests(sampler: RemoteEngine, queue: RequestQueue) -> None:
 class RemoteConversationEngine(RemoteEngine):
     """Responses are conversations that agents lead with the policy, and servers draw its turns."""
 
-    latest = Timeline()
+    latest = OccupancyTimeline()
 
     def iter_finished(self, step: int, deadline: float) -> Any:
         return RolloutEngine.iter_finished(self, step, deadline)
@@ -219,4 +223,6 @@ class RemoteConversationEngine(RemoteEngine):
             serve()
             self.latest = serve.timeline
             most, temperature = min(limit, self.most or limit), 1.0 if ticket.greedy else self.temperature
-            return rollouts_from_conversations(prompts, samples, most, visits.records(), temperature, self.version, True)
+            return rollouts_from_conversations(
+                prompts, samples, most, visits.records(), temperature, self.version, True
+            )

@@ -120,7 +120,7 @@ class CudaGraphRunner:
         self.prepare(rows, pages, -(-(long + longest) // 8) * 8, drawn.limit)
         self.board.limit.fill_(drawn.limit)
         self.board.ends.copy_(torch.cat([drawn.ends, torch.full((ENDS - len(drawn.ends),), -1)]))
-        drawn.timeline.lanes = rows
+        drawn.timeline.capacity = rows
         schedule = Scheduler(
             keys, samples, rows, drawn.limit, BlockManager(pages, PAGE), TOGETHER, begun=drawn.begun, over=drawn.before
         )
@@ -316,7 +316,7 @@ class DecodeLoop:
     def _all_back(self) -> bool:
         """Has everyone answered whose turn ended together with the turns of those that are ready?"""
         together = {self.begun[response] for response in self.schedule.ready}
-        waiting = () if self.drawn.turns is None else self.drawn.turns.asked
+        waiting = () if self.drawn.turns is None else self.drawn.turns.pending
         return bool(together) and not self.drawn.open and not any(self.begun[r] in together for r in waiting)
 
     def _land(self) -> None:
@@ -417,7 +417,7 @@ class DecodeLoop:
         self.schedule.kept |= {row.response: self._length(row) for row in evicted}
         self._save(evicted, [self._length(row) for row in evicted])
         live = [row for row in self.schedule.running if row.length < self.limits[row.response]]
-        self.drawn.timeline.see(len(live))
+        self.drawn.timeline.record(len(live))
         if not live:
             return None
         self._lay_out([(row, before[row.response]) for row in live if len(row.pages) > before[row.response]])
@@ -555,4 +555,4 @@ class DecodeLoop:
             self._write(responses, lengths, lanes)
         drawn.end(responses + [row.response for row in running])
         if drawn.turns is not None:
-            drawn.ended = torch.tensor([response in drawn.turns.over for response in range(len(drawn.ended))])
+            drawn.ended = torch.tensor([response in drawn.turns.terminated for response in range(len(drawn.ended))])

@@ -28,7 +28,7 @@ class EagerRunner:
 
     def __call__(self) -> None:
         everything = list(range(len(self.prompts) * self.samples))
-        self.drawn.timeline.lanes = min(self.rows, len(everything))
+        self.drawn.timeline.capacity = min(self.rows, len(everything))
         for start in range(0, len(everything), self.rows):
             self._wave(everything[start : start + self.rows])
         self.drawn.timeline.stop()
@@ -44,7 +44,7 @@ class EagerRunner:
         cache = DynamicCache(config=self.lm.model.config)
         observed: dict[int, list[int]] = {}
         while row:
-            self.drawn.timeline.see(len(row))
+            self.drawn.timeline.record(len(row))
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
             out = self.lm.backbone(
                 input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True

@@ -44,7 +44,7 @@ class PagedRunner:
         pages = BlockManager(min(most, -(-room // size)), size) if room else BlockManager(most, size, own)
         begun = {response: length - 1 for response, length in drawn.begun.items()}
         self.schedule = Scheduler(lengths, samples, rows, drawn.limit, pages, begun=begun, over=drawn.before)
-        drawn.timeline.lanes = rows
+        drawn.timeline.capacity = rows
         self.decoding = (
             net.decoding(pages.count, size)
             if isinstance(net, PackedCpuModel)
@@ -66,7 +66,7 @@ class PagedRunner:
                 self._admit()
                 schedule.grow(1)
                 rows = schedule.running
-                self.drawn.timeline.see(len(rows))
+                self.drawn.timeline.record(len(rows))
                 if not rows:
                     if self.drawn.asked:
                         self._hear(wait=True)
@@ -100,7 +100,7 @@ class PagedRunner:
             self._end(response)
         if self.drawn.turns is not None:
             for response in responses:
-                if response in self.drawn.turns.asked:
+                if response in self.drawn.turns.pending:
                     self.schedule.park(response)
 
     def _hear(self, wait: bool) -> None:
