@@ -38,7 +38,7 @@ COST, WAITING = 1.25, 1.2
 class Timed:
     """Episodes of so many turns; each answer has the same tokens and comes so many seconds after its turn."""
 
-    pays = False
+    has_step_rewards = False
 
     def __init__(self, turns: int, turn_tokens: int, observed: int, seconds: float):
         self.turns, self.turn_tokens, self.observed, self.seconds = turns, turn_tokens, observed, seconds
@@ -48,12 +48,12 @@ class Timed:
     def __call__(self, prompts: Prompts, samples: int, seeds: list[int]) -> Timed:
         return Timed(self.turns, self.turn_tokens, self.observed, self.seconds)
 
-    def ask(self, response: int, turn: list[int]) -> None:
+    def submit_turn(self, response: int, turn: list[int]) -> None:
         assert len(turn) == self.turn_tokens
         self.asked[response] = self.asked.get(response, 0) + 1
         self.due.append((time.perf_counter() + self.seconds, response))
 
-    def answers(self, wait: bool) -> list[tuple[int, TurnReply]]:
+    def poll(self, wait: bool) -> list[tuple[int, TurnReply]]:
         if wait and self.due:
             time.sleep(max(0.0, self.due[0][0] - time.perf_counter()))
         now = time.perf_counter()

@@ -141,7 +141,7 @@ def sampler_of(lm: LanguageModel, limit: int = 9, seed: int = 0, rows: int = 0, 
 class AtOnce:
     """Episodes that a function answers: from a response and its tokens so far to what follows, or nothing."""
 
-    turn_tokens, pays = 0, True
+    turn_tokens, has_step_rewards = 0, True
 
     def __init__(self, answer: Callable[[int, list[int]], list[int]]):
         self.answer = answer
@@ -153,14 +153,14 @@ class AtOnce:
         made.turn_tokens = self.turn_tokens
         return made
 
-    def ask(self, response: int, turn: list[int]) -> None:
+    def submit_turn(self, response: int, turn: list[int]) -> None:
         tokens = self.so_far.setdefault(response, [])
         tokens += turn
         following = list(self.answer(response, list(tokens)))
         tokens += following
         self.ready.append((response, TurnReply(following)))
 
-    def answers(self, wait: bool) -> list[tuple[int, TurnReply]]:
+    def poll(self, wait: bool) -> list[tuple[int, TurnReply]]:
         ready, self.ready = self.ready, []
         return ready
 
@@ -180,7 +180,7 @@ class InAnyOrder(AtOnce):
         made.turn_tokens = self.turn_tokens
         return made
 
-    def answers(self, wait: bool) -> list[tuple[int, TurnReply]]:
+    def poll(self, wait: bool) -> list[tuple[int, TurnReply]]:
         self.rng.shuffle(self.ready)
         count = max(int(wait), self.rng.randint(0, 2) if self.rng.random() < 0.3 else 0)
         arrived, self.ready = self.ready[:count], self.ready[count:]

@@ -228,7 +228,7 @@ def test_a_cancelled_request_frees_its_row_and_nobody_else_is_touched(decoder: s
         assert not request_queue.active
 
 
-def test_more_requests_than_are_taken_are_refused_and_a_closed_desk_says_so() -> None:
+def test_more_requests_than_are_taken_are_refused_and_a_closed_queue_says_so() -> None:
     request_queue = RequestQueue(2)
     asked = [Asked(request_queue, [1], [], i) for i in range(2)]
     with pytest.raises(QueueFullError):
@@ -319,7 +319,7 @@ def test_a_turn_depends_on_its_request_alone(decoder: str) -> None:
     with serving(ready(decoder, min_tokens=LIMIT)) as request_queue:
         given = [*Asked(request_queue, [5, 6], [], 1, max_tokens=3, conversation_id="a").done().tokens, 7]
         anew = [Asked(request_queue, [5, 6], given, seed, max_tokens=6).done() for seed in (8, 9)]
-        more: Any = {"limit": 6, "conversation": "a", "watched": True}
+        more: Any = {"max_tokens": 6, "conversation_id": "a", "stream": True}
         turns = [Asked(request_queue, [5, 6], given, seed, **more) for seed in (8, 9)]
         request_queue.end_conversation("a")  # turns that are under way come to their ends
         assert [one.done().tokens for one in turns] == [one.tokens for one in anew]
