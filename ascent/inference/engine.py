@@ -142,7 +142,7 @@ class LocalEngine(RolloutEngine):
     def _generate_all(self, one: PendingRollout) -> Rollouts:
         rollouts = super()._generate_all(one)
         if rollouts is not one.rollouts:  # an evaluation is no part of a step's rollouts
-            self.timeline.add(self.latest)
+            self.timeline.merge(self.latest)
         return rollouts
 
     @torch.no_grad()

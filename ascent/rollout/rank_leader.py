@@ -140,7 +140,7 @@ class RankedEngine(DelegatingEngine):
     def _generate_all(self, one: PendingRollout) -> Rollouts:
         rollouts = super()._generate_all(one)
         if rollouts is not one.rollouts and self.seeded:
-            self.inner.timeline.add(self.inner.latest)
+            self.inner.timeline.merge(self.inner.latest)
         return rollouts
 
 

@@ -126,12 +126,12 @@ class RunWriter:
 
     def _tail(self, step: int) -> Metrics:
         """Write how many responses were decoded at once, over the time of the step; its tail is a metric."""
-        seen = OccupancyTimeline() if self.timeline is None else self.timeline.take()
+        seen = OccupancyTimeline() if self.timeline is None else self.timeline.drain()
         if not seen.spans:
             return {}
-        times = {"time/seconds": seen.seconds, "time/tail": seen.tail, "time/running": seen.running()}
-        self._line("lanes.jsonl", {"step": step, "lanes": seen.lanes, **times})
-        return {"time/tail": seen.tail}
+        times = {"time/seconds": seen.seconds, "time/tail": seen.tail_seconds, "time/running": seen.mean_running()}
+        self._line("lanes.jsonl", {"step": step, "lanes": seen.capacity, **times})
+        return {"time/tail": seen.tail_seconds}
 
     def best(self) -> bool:
         return self._fresh_best

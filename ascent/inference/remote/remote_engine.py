@@ -222,7 +222,7 @@ class RemoteEngine(RolloutEngine):
             each.turns = EnvironmentTurns(episodes, limits.repeat_interleave(one.request.samples), limit)
         for i, row in enumerate(prompts.prompt):
             ids = row[row >= 0].tolist()
-            most = int(limits[i]) if each.turns is None else each.turns.limit(i * one.request.samples)
+            most = int(limits[i]) if each.turns is None else each.turns.turn_limit(i * one.request.samples)
             for k, seed in enumerate(one.seeds[i].tolist()):
                 if one.rollouts is not None and (one.unfinished is None or not one.unfinished[i, k]):
                     each.take((i, k), _answer(one.rollouts, i, k))
@@ -311,7 +311,7 @@ class RemoteEngine(RolloutEngine):
         """A turn is there: the response is over, or its environment is asked."""
         each, whole = asked.of, asked.before.then(turn)
         response = asked.place[0] * each.request.samples + asked.place[1]
-        if each.turns is None or not (turn.ended or len(whole.tokens) < each.turns.end(response)):
+        if each.turns is None or not (turn.ended or len(whole.tokens) < each.turns.max_length(response)):
             each.take(asked.place, whole)
         else:
             each.waiting[response] = replace(asked, before=whole)

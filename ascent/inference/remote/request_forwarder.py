@@ -208,7 +208,7 @@ class RemoteConversationEngine(RemoteEngine):
         if one.rollouts is not None:
             return one.rollouts
         rollouts = self._now(one.request, self._seeds(one.request) if one.seeds is None else one.seeds, None)
-        self.timeline.add(self.latest)
+        self.timeline.merge(self.latest)
         return rollouts
 
     def _now(self, ticket: RolloutRequest, seeds: Tensor, limit: int | None) -> Rollouts:

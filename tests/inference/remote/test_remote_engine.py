@@ -236,7 +236,7 @@ def test_groups_come_back_one_by_one_each_once_and_two_tickets_are_kept_apart(st
         assert places == [0, 1, 2]
     later = list(world.sampler.iter_finished(3, 60.0))
     assert sorted(int(each.prompt_indices[0]) for each in later) == [0, 1, 2] and len(done) == 6
-    assert world.sampler.timeline.lanes == 18, "as many as there are responses under way, without the evaluation's"
+    assert world.sampler.timeline.capacity == 18, "as many as there are responses under way, without the evaluation's"
     whole = world.generate(3, seed=7)
     for each in done:
         if each.request is tickets[0]:
