@@ -381,8 +381,8 @@ def test_the_end_of_a_turn_is_its_own_and_not_that_of_the_turn_before_in_its_slo
     with serving(sampler, slots=1) as request_queue:
         first = Asked(request_queue, [5, 6], [], 1, max_tokens=4, stop=("x",)).done()
         second = Asked(request_queue, [5, 6], [], 2, max_tokens=4, sampling_params=never).done()
-    assert (len(first.tokens), first.ended) == (2, True)
-    assert (len(second.tokens), second.ended) == (4, False)
+    assert (len(first.tokens), first.finish_reason) == (2, "stop")
+    assert (len(second.tokens), second.finish_reason) == (4, "length")
 
 
 def test_who_asks_again_as_soon_as_the_desk_is_closed_is_refused() -> None:
