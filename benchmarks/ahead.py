@@ -12,7 +12,7 @@ GPU a decoding step takes about as long for few rows as for many, so their ratio
 
 The part with a serving engine is `python -m benchmarks.ahead_engine`.
 `value` is the number of decoding steps with K = 4, the peer that with K = 0, and the target the ratio 1/1.8. Writes
-docs/results/ahead.md.
+benchmarks/results/ahead.md.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 again, as steps with K = 2 go on. No group may be lost or come twice, no token may be older than K updates, and the
 steps have to end. **Speed**: tokens per second of `RemoteEngine` over HTTP, and of `vllm.LLM` in a process of its own
 with the same prompts, seeds, lengths and log-probs, in turn. `value` is ours, the peer bare vLLM's (medians), and the
-target 0.9. It takes the place of its part of docs/results/ahead.md.
+target 0.9. It takes the place of its part of benchmarks/results/ahead.md.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from ascent.runs.display.plots import COLORS, DASHES, figure
 from ascent.runs.display.terminal import table
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "docs" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 GIVEN_BACK = {"MIMALLOC_PURGE_DECOMMITS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20)}
 """Variables of a process whose peak counts: its allocator (mimalloc on Arm, glibc's on x86) gives tensors back at once.
 
@@ -102,7 +102,7 @@ def pair(mean: float, half: float, digits: int = 2) -> str:
 
 
 def write_page(name: str, text: str) -> Path:
-    """docs/results/NAME.md, with the day it was made."""
+    """benchmarks/results/NAME.md, with the day it was made."""
     path = RESULTS / f"{name}.md"
     path.parent.mkdir(parents=True, exist_ok=True)
     text = re.sub(r"\n{3,}", "\n\n", text).strip()
@@ -111,7 +111,7 @@ def write_page(name: str, text: str) -> Path:
 
 
 def save_picture(fig: Any, name: str) -> Path:
-    """docs/results/NAME.png."""
+    """benchmarks/results/NAME.png."""
     from matplotlib import pyplot
 
     path = RESULTS / f"{name}.png"

@@ -12,7 +12,7 @@ Measured at the end: E[R] by enumeration, the share of prompts that the greedy a
 without signal over the last ten epochs. `value` is the best cell's mean E[R] with the course's reward. The peer is
 the mean of the exact ascent. The target is the published figure for where that ascent stops. ok: every run ended
 with a finite E[R], the exact ascent stops within 0.25 of that figure, and none of its seeds reaches 4.9. Writes
-docs/results/course_grid.md and its picture.
+benchmarks/results/course_grid.md and its picture.
 """
 
 from __future__ import annotations

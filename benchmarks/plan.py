@@ -2,7 +2,7 @@
 
     python -m benchmarks.plan [--growth] [--page]
 
-All measurements are read from docs/results: plan_gpu.json (`python -m benchmarks.plan_gpu`), and the closing lines on
+All measurements are read from benchmarks/results: plan_gpu.json (`python -m benchmarks.plan_gpu`), and the closing lines on
 the pages of the other benchmarks. They are in two sets:
 
 - **calibration**: calls of the 135M and the 1.5B shape with 256, 2,048 or 8,192 tokens. The constants of
@@ -14,7 +14,7 @@ the pages of the other benchmarks. They are in two sets:
 the target is 0.25. It fails too if the code's constants are not those of the fit. Of repeated calls the fastest counts:
 the others include what the host did beside. Memory is checked in the same way, and nothing of it is fitted. `--growth`
 prints how the cost of a step grows with cards, with the length of answers and with parameters. `--page` writes
-docs/results/plan.md.
+benchmarks/results/plan.md.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def growth() -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--growth", action="store_true", help="only print how a step grows")
-    parser.add_argument("--page", action="store_true", help="write docs/results/plan.md")
+    parser.add_argument("--page", action="store_true", help="write benchmarks/results/plan.md")
     options = parser.parse_args(argv)
     if options.growth:
         print(growth())

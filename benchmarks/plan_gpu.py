@@ -5,7 +5,7 @@
 Random weights in bfloat16, prompts of 60 random tokens, no response ends early. Every measurement is a line: the shape,
 prompts × samples × tokens (or the lengths of every response), the seconds of each call after a first one that
 compiles, captures and does not count, and the peak of torch's allocated bytes. `python -m benchmarks.plan` reads them
-from docs/results/plan_gpu.json. `value` is the number of lines. `--smoke` measures a tiny model on the CPU.
+from benchmarks/results/plan_gpu.json. `value` is the number of lines. `--smoke` measures a tiny model on the CPU.
 """
 
 from __future__ import annotations

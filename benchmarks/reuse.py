@@ -15,7 +15,7 @@ must be 0. The effective sample size is (E w)² / E w², with w the ratio of who
 batches (3,000 responses) with k inner steps each, and E[R] at the end over the seeds.
 
 `value` is the bias of the ratio loss at inner step 16 with the default settings; the peer is that of the log-prob
-loss. The target bounds the control's largest bias (1e-9). Writes docs/results/reuse.md.
+loss. The target bounds the control's largest bias (1e-9). Writes benchmarks/results/reuse.md.
 """
 
 from __future__ import annotations

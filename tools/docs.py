@@ -271,7 +271,9 @@ def write_pages(folder: Path, live: bool = True) -> list[Any]:
     """All pages into this folder, and the order in which the site shows them."""
     pages: dict[str, str] = {name: (ROOT / name).read_text() for name in TOP}
     pages |= {
-        f"docs/{path.relative_to(ROOT / 'docs')}": path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))
+        str(path.relative_to(ROOT)): path.read_text()
+        for folder in ("docs", "benchmarks/results")
+        for path in sorted((ROOT / folder).rglob("*.md"))
     }
     lessons = read_lessons()
     files = {re.sub(r"^\d+-", "", path.stem): path.name for path in (ROOT / "lessons").glob("[0-9]*.md")}
@@ -284,7 +286,7 @@ def write_pages(folder: Path, live: bool = True) -> list[Any]:
     for name, text in pages.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(with_mathematics(text))
-    for pattern in ("docs/images/*", "docs/results/*.*[!d]", "notebooks/*.ipynb", "LICENSE"):
+    for pattern in ("docs/images/*", "benchmarks/results/*.*[!d]", "notebooks/*.ipynb", "LICENSE"):
         for path in ROOT.glob(pattern):
             (folder / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, folder / path.relative_to(ROOT))
@@ -303,7 +305,7 @@ def _order(
     ]
     if missing:
         raise ConfigError(f"{', '.join(missing)} has no place in the documentation: add it to GUIDES in tools/docs.py")
-    results = [name for name in pages if name.startswith("docs/results/")]
+    results = [name for name in pages if name.startswith("benchmarks/results/")]
     placed: set[str] = set()
     menu: list[Any] = ["menu/index.md"]
     for title, names in found.items():

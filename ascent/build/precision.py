@@ -1,6 +1,6 @@
 """Which precision a new run on a GPU computes in, where nobody says it: the fastest that loses no accuracy per sample.
 
-That was measured on a policy that is trained with every parameter (docs/results/rounding_gpu.md): float16 and mixed
+That was measured on a policy that is trained with every parameter (benchmarks/results/rounding_gpu.md): float16 and mixed
 learn as float32 does, and bfloat16 loses a point. float16 is the faster one, but it has a smaller range: a model is
 tried first, and takes mixed where its activations are too large. Where nothing was measured, it is bfloat16.
 """
