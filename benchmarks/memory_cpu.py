@@ -35,7 +35,7 @@ from ascent.core.types import Batch, Outputs
 from ascent.models import CausalLM, LanguageModel
 from ascent.models.lm_head import Head
 from ascent.training.language_learner import LanguageLearner
-from ascent.training.packing import spread, targets
+from ascent.training.packing import scatter_tokens, targets
 from benchmarks.common import GIVEN_BACK, ROOT, close, show
 from benchmarks.peers import THREADS
 from benchmarks.peers.models import SMOKE, random_model, smollm2
@@ -55,7 +55,7 @@ class Materialised(LanguageLearner):
         with torch.no_grad():
             entropy = torch.cat([-(part.exp() * part).sum(-1) for part in logp_all.split(512)])
         logp = logp_all.gather(-1, target[:, None])[:, 0]
-        return Outputs(spread(logp, batch.mask), spread(entropy, batch.mask))
+        return Outputs(scatter_tokens(logp, batch.mask), scatter_tokens(entropy, batch.mask))
 
 
 SIDES = {"chunked": LanguageLearner, "materialised": Materialised}

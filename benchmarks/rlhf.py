@@ -61,7 +61,7 @@ def measured(root: Path, run: str, prompts: int) -> dict[str, float]:
     from ascent.build.trained_run import Run
     from ascent.rollout.small_sampler import SmallSampler
     from ascent.tasks.small import sorting
-    from ascent.training.small_learner import chosen, log_probs
+    from ascent.training.small_learner import action_logprobs, log_probs
 
     torch.set_num_threads(1)
     policy, anchor = Run(root / run).policy, Run(root / "sft").policy
@@ -69,7 +69,7 @@ def measured(root: Path, run: str, prompts: int) -> dict[str, float]:
     rollouts = SmallSampler(policy, 1.0, torch.Generator().manual_seed(1)).generate(task.held_out(prompts), 2)
     scores = sorting.score_sorting("positions", rollouts, task.space)
     with torch.no_grad():
-        gap = rollouts.logp_sampler - chosen(log_probs(anchor, rollouts), rollouts)
+        gap = rollouts.logp_sampler - action_logprobs(log_probs(anchor, rollouts), rollouts)
     return {
         "true": float(scores.reward.mean()),
         "learned": float(load_reward_model(root / "rewards")(rollouts).mean()),

@@ -12,7 +12,7 @@ from ascent.build.assemble import assemble
 from ascent.core.loop import train
 from ascent.core.types import Metrics
 from ascent.distributed.ranks import SINGLE_PROCESS, Ranks
-from ascent.rollout.rank_leader import share_out
+from ascent.rollout.rank_leader import wrap_for_ranks
 from ascent.settings import configure
 from benchmarks.common import NoRecords, close
 from benchmarks.peers import THREADS, Answer, Peer, in_turns, middle, raw
@@ -61,7 +61,7 @@ class Ours(NoRecords):
         }
         self.parts = assemble(configure(FixedPrompts(words=tuple(work.prompts)), settings), ranks=ranks)
         if ranks is not SINGLE_PROCESS:
-            share_out(self.parts, ranks)
+            wrap_for_ranks(self.parts, ranks)
         self.parts.policy.ends = NEVER  # type: ignore[union-attr]
         self.done = 0
 

@@ -147,7 +147,7 @@ def top_two(logits: Tensor, temperature: float, generator: torch.Generator | Non
 def check_log_probs_are_over_the_full_vocabulary() -> None:
     policy = policy_of(TINY, ENDED)
     rollouts = rollouts_of(policy)
-    trained = local.chosen(local.log_probs(policy, rollouts), rollouts)
+    trained = local.action_logprobs(local.log_probs(policy, rollouts), rollouts)
     assert torch.allclose(trained, rollouts.logp_sampler, rtol=0, atol=1e-10)
 
 
@@ -591,6 +591,6 @@ def test_a_moved_policy_has_other_numbers() -> None:
     policy = policy_of(TINY, ENDED)
     rollouts = rollouts_of(policy)
     shake(policy, 0.1)
-    trained = local.chosen(local.log_probs(policy, rollouts), rollouts)
+    trained = local.action_logprobs(local.log_probs(policy, rollouts), rollouts)
     assert (trained - rollouts.logp_sampler).abs().max() > 0.01
     assert SequenceMean() != LogProb()

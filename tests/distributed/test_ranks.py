@@ -41,7 +41,7 @@ from ascent.tasks.base import BoundBase
 from ascent.training import fsdp
 from ascent.training.fsdp import ShardedLearner
 from ascent.training.language_learner import LanguageLearner
-from ascent.training.packing import Forward
+from ascent.training.packing import ForwardModule
 from ascent.training.sharded_checkpoint import ShardWriter
 from tests.language import batch_of, model_of
 
@@ -427,7 +427,7 @@ def test_layers_in_shards_compute_with_the_kernels_of_a_whole_model(one_rank: Ra
     copied = forward._lm[0].backbone.layers[0].mlp
     assert copied.forward.args[0] is copied, "its own parameters, and not those of the whole model"
     with torch.no_grad(), ours(lm.model), rotating(lm.model, Formulas):
-        wanted = Forward(lm)(batch, lambda _, hidden: hidden)
+        wanted = ForwardModule(lm)(batch, lambda _, hidden: hidden)
     with torch.no_grad(), ours(forward.model), rotating(forward.model, Counted):
         found = forward(batch, lambda _, hidden: hidden)
     assert set(seen) == {torch.bfloat16} and torch.equal(found, wanted)

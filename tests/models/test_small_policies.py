@@ -17,11 +17,11 @@ from ascent.core.reference import Frozen
 from ascent.core.types import Prompts, Space
 from ascent.models import POLICIES, CausalLM, PerPosition, Policy, Transformer
 from ascent.rollout.small_sampler import SmallSampler
-from ascent.training.small_learner import chosen, log_probs
+from ascent.training.small_learner import action_logprobs, log_probs
 
 
 def trained_logp(policy: Policy, rollouts: Any) -> Tensor:
-    return chosen(log_probs(policy, rollouts), rollouts)
+    return action_logprobs(log_probs(policy, rollouts), rollouts)
 
 
 # ---- log-prob parity ------------------------------------------------------------------------------

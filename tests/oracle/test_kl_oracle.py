@@ -25,7 +25,7 @@ from ascent.core.types import Space
 from ascent.core.weights import FixedLength, SequenceMean, SequenceSum
 from ascent.oracle.estimator import estimate
 from ascent.oracle.exact import Table
-from ascent.training.small_learner import chosen, log_probs
+from ascent.training.small_learner import action_logprobs, log_probs
 
 ONE_TOKEN = Space(prompt_length=1, vocab=5, limit=1)
 SPACES = {"one token": ONE_TOKEN, "independent": INDEPENDENT, "ragged": RAGGED}
@@ -39,7 +39,7 @@ class Against:
         reference = moved(policy, 0.0, 0.2)
         self.table = Table(policy, prompt_of(space), Tiny(space, nothing), temperature, reference=reference)
         with torch.no_grad():
-            self.logp_ref = chosen(log_probs(reference, self.table.batch), self.table.batch)[0].sum(-1)
+            self.logp_ref = action_logprobs(log_probs(reference, self.table.batch), self.table.batch)[0].sum(-1)
         log_ratio = self.log_ratio()
         value = (log_ratio + self.logp_ref).exp() @ log_ratio
         self.kl, self.forward = float(value.detach()), self.table.differentiate(value)

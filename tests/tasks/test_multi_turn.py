@@ -29,7 +29,7 @@ from ascent.settings import configure
 from ascent.tasks.environment import Environment, Step
 from ascent.tasks.small.multi_turn import Guess, Swaps, TurnsTask
 from ascent.tasks.text.text_task import Problem
-from ascent.training.small_learner import chosen, log_probs
+from ascent.training.small_learner import action_logprobs, log_probs
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def test_observations_that_are_trained_on_bias_the_gradient() -> None:
     table = table_of("rambling")
     batch = table.batch.add(mask=table.batch.present)
     with torch.no_grad():
-        logp = chosen(log_probs(table.policy, batch), batch)
+        logp = action_logprobs(log_probs(table.policy, batch), batch)
     chance = table.probability
     table.batch = batch.add(logp_old=logp, logp_sampler=logp)
     table.chance = chance / logp.sum(-1).exp()[0]  # what happens is as likely as before
@@ -259,7 +259,7 @@ def test_what_is_sampled_is_among_what_is_enumerated_with_its_reward(name: str) 
 def test_the_samplers_log_probs_are_those_of_a_plain_forward_pass() -> None:
     task = WORLDS["rambling"][0]
     rollouts, _ = drawn(task)
-    want = chosen(log_probs(policy_for(task), rollouts), rollouts)
+    want = action_logprobs(log_probs(policy_for(task), rollouts), rollouts)
     assert (rollouts.present & ~rollouts.mask).any()
     assert (rollouts.logp_sampler - want).abs().max() < 1e-5
 

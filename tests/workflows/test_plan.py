@@ -401,7 +401,7 @@ def test_nothing_is_fitted_to_what_is_held_out() -> None:
 
 
 def test_what_a_token_takes_is_what_was_measured() -> None:
-    lines = json.loads((Path(__file__).parents[2] / "docs" / "results" / "plan_gpu.json").read_text())
+    lines = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "plan_gpu.json").read_text())
     from benchmarks.plan import one_card
 
     for line in (x for x in lines if x["phase"] == "update"):
