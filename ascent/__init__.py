@@ -80,7 +80,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "api": "train resume load steps",
     "build.trained_run": "Run",
-    "runs.run": "trust",
+    "runs.run_reader": "trust",
     "workflows.evaluate": "evaluate",
     "workflows.labels": "make_pairs",
     "workflows.loaded_policy": "export sample",

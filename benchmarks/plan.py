@@ -2,8 +2,8 @@
 
     python -m benchmarks.plan [--growth] [--page]
 
-All measurements are read from benchmarks/results: plan_gpu.json (`python -m benchmarks.plan_gpu`), and the closing lines on
-the pages of the other benchmarks. They are in two sets:
+All measurements are read from benchmarks/results: plan_gpu.json (`python -m benchmarks.plan_gpu`), and the closing
+lines on the pages of the other benchmarks. They are in two sets:
 
 - **calibration**: calls of the 135M and the 1.5B shape with 256, 2,048 or 8,192 tokens. The constants of
   `ascent.workflows.planning.gpus.Fit` are fitted to them alone, by least squares of log(predicted / measured).

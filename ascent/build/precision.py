@@ -1,8 +1,8 @@
-"""Which precision a new run on a GPU computes in, where nobody says it: the fastest that loses no accuracy per sample.
+"""Default precision of a new run on a GPU: the fastest one that loses no accuracy per sample.
 
-That was measured on a policy that is trained with every parameter (benchmarks/results/rounding_gpu.md): float16 and mixed
-learn as float32 does, and bfloat16 loses a point. float16 is the faster one, but it has a smaller range: a model is
-tried first, and takes mixed where its activations are too large. Where nothing was measured, it is bfloat16.
+Measured with all parameters trained (benchmarks/results/rounding_gpu.md): float16 and mixed learn as float32 does, and
+bfloat16 loses a point. float16 is faster but has a smaller range: the model is tried first, and mixed is used where
+its activations are too large. Where nothing was measured, the default is bfloat16.
 """
 
 from __future__ import annotations

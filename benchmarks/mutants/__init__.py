@@ -7,7 +7,7 @@ Mutants are drawn uniformly over the lines of ascent/**/*.py that have one; equi
 their reason (excluded.py). Each is applied in a copy of the tree. The tests that call its function run first, the most
 specific ones before the others, and the whole suite (`make test`) only if none of them fails. A test that also fails
 without the mutant notices nothing. A run that takes many times as long as without the mutant counts as noticed.
-A draw that was interrupted goes on where it was. Results: benchmarks/results/mutants_SEED.json, and a page of all draws.
+An interrupted draw continues. Results: benchmarks/results/mutants_SEED.json, and a page of all draws.
 """
 
 from __future__ import annotations

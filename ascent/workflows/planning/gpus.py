@@ -1,7 +1,7 @@
 """Kinds of GPU and networks: what one card can do, and what the model of costs was fitted to.
 
-One H200 was measured (benchmarks/results/plan.md). Every other kind is assumed: its published bandwidth and operations, times
-the share of them that an H200 reaches, with the overheads of an H200's host.
+One H200 was measured (benchmarks/results/plan.md). Every other kind is assumed: its published bandwidth and
+operations, times the share of them that an H200 reaches, with the overheads of an H200's host.
 """
 
 from __future__ import annotations
