@@ -127,7 +127,7 @@ def test_a_reward_that_hangs_is_ended_though_nobody_waits(own: Callable[[str], s
 def test_a_pool_that_is_closed_leaves_neither_thread_nor_process(own: Callable[[str], str], tmp_path: Path) -> None:
     pool = RewardWorkerPool([Grader(own("gate"))], 1, Limits(60.0))
     begun = pool.begin(calls(tmp_path, "never", "nor this"))
-    soon(lambda: pool.workers and pool.workers[0].jobs)
+    soon(lambda: pool.workers and pool.workers[0].calls)
     pids = [worker.process.pid for worker in pool.workers]
     pool.close()
     assert all("were ended" in str(outcome.error) for (outcome,) in pool.results(begun))
