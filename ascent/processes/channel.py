@@ -14,6 +14,7 @@ import pickle
 import select
 import signal
 import socket
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -22,6 +23,10 @@ CHUNK_BYTES = 1 << 16
 """Bytes that are read at once."""
 MAX_MESSAGE_BYTES = 4 << 20
 """Bytes of a message that an owner reads, unless it sets another limit."""
+
+
+CLOSED = "it closed its pipe"
+"""How a process ended that sent no report."""
 
 
 class ChannelClosedError(BaseException):
@@ -89,6 +94,14 @@ class PolledChannel:
         except OSError:
             self.unsent = memoryview(b"")
 
+    def wait_until_sent(self, until: float) -> bool:
+        """Wait until everything is sent, or the process has ended; False: not until this moment."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLOUT)
+        while self.is_full and poll.poll(1000 * max(0.0, until - time.monotonic())):
+            self.flush()
+        return not self.is_full
+
     @property
     def is_too_long(self) -> bool:
         """Whether the message that is being read is longer than `max_bytes`."""
@@ -124,7 +137,7 @@ class PolledChannel:
             elif line:
                 messages.append(line)
         if is_closed:
-            self.ended = self.ended or "it closed its pipe"
+            self.ended = self.ended or CLOSED
         return messages
 
     def receive_objects(self) -> list[dict[str, Any]]:
@@ -161,7 +174,7 @@ def hang_up(end: socket.socket) -> None:
 def describe_exit(code: int | None) -> str:
     """How a process ended, by its exit code."""
     if code is None or code >= 0:
-        return f"exit status {code}" if code is not None else "it closed its pipe"
+        return CLOSED if code is None else f"exit status {code}"
     try:
         return signal.Signals(-code).name
     except ValueError:  # real-time signals have no name

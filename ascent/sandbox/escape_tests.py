@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ascent.sandbox.channel import ChannelClosedError, Line
+from ascent.processes.channel import Channel, ChannelClosedError
 from ascent.sandbox.sandbox import BoxLimits, JobEndedError, Sandbox
 
 LIMITS = BoxLimits(seconds=1.0, memory=0.5, disk=4 << 20, inodes=500)
@@ -216,18 +216,18 @@ class _EscapedError(BaseException):
     """An attempt got out."""
 
 
-def serve_attempts(_: dict[str, Any]) -> Callable[[Line], None]:
+def serve_attempts(_: dict[str, Any]) -> Callable[[Channel], None]:
     """A guest that makes the attempts that it is sent, and says what they got."""
 
-    def make(line: Line) -> None:
+    def make(channel: Channel) -> None:
         with suppress(ChannelClosedError):
             while True:
-                line.write(attempt(line, line.read()))
+                channel.write(attempt(channel, channel.read()))
 
     return make
 
 
-def attempt(line: Line, question: dict[str, Any]) -> dict[str, Any]:
+def attempt(channel: Channel, question: dict[str, Any]) -> dict[str, Any]:
     """{"got": …} if it got out, {"held": …} with the error if not. {"leave": True}: be a neighbour for others."""
     if "leave" in question:
         if os.getcwd() != "/":
@@ -240,7 +240,7 @@ def attempt(line: Line, question: dict[str, Any]) -> dict[str, Any]:
 
     numbers = {name: pair[column] for name, pair in CALLS.items()}
     scope = {"HOST": question["host"], "CALLS": numbers, "REFUSED": REFUSED, "got": got, "is_open": _is_open}
-    scope["SAY"] = line.socket.sendall
+    scope["SAY"] = channel.socket.sendall
     try:
         exec(PRELUDE + question["code"], scope)
     except _EscapedError as out:

@@ -178,7 +178,7 @@ def start_warm(
     """The warm process of a sandbox, which reads its settings from `control` and walls itself in."""
     code = (
         f"import sys; sys.path.append({os.path.dirname(PACKAGE)!r}); "
-        f"from ascent.sandbox.fork_server import be_warm; be_warm({control.fileno()})"
+        f"from ascent.sandbox.sandbox_server import be_warm; be_warm({control.fileno()})"
     )
     command = [os.path.realpath(sys.executable), *FLAGS, "-c", code]
     if walls.kind == "bubblewrap":

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ascent.sandbox.channel import ChannelClosedError, Line
+from ascent.processes.channel import Channel, ChannelClosedError
 from ascent.sandbox.plain_values import NotPlainDataError, decode, encode
 
 WORDS = 300
@@ -61,8 +61,8 @@ _FUNCTIONS = (
 class Peer:
     """One end of the conversation. Either end asks, and answers while it waits for its own answer."""
 
-    def __init__(self, line: Line, prefix: bytes = b"", allowed: tuple[str, ...] = tuple(QUESTIONS)):
-        self.line, self.prefix, self.allowed = line, prefix, allowed
+    def __init__(self, channel: Channel, prefix: bytes = b"", allowed: tuple[str, ...] = tuple(QUESTIONS)):
+        self.channel, self.prefix, self.allowed = channel, prefix, allowed
         self.objects = not prefix
         """Are objects of the other end taken, and not only its iterators and functions?"""
         self.asked = 0
@@ -121,10 +121,10 @@ class Peer:
         """Do this with an object of the other end, and get the result."""
         self.asked += 1
         packed = [self.pack(value) for value in args]
-        self.line.write({"ask": what, "of": number, "args": packed, "named": self.pack(named)}, self.prefix)
+        self.channel.write({"ask": what, "of": number, "args": packed, "named": self.pack(named)}, self.prefix)
         while True:
             try:
-                reply = self.line.read()
+                reply = self.channel.read()
                 if not isinstance(reply, dict) or not reply.keys() & {"ask", "raises", "is"}:
                     raise NotPlainDataError("it sent what is neither a question nor an answer")
             except (ValueError, RecursionError):
@@ -156,7 +156,7 @@ class Peer:
             raise
         except BaseException as error:
             reply = _raised(error)
-        self.line.write(reply, self.prefix)
+        self.channel.write(reply, self.prefix)
 
     def _error(self, reply: Mapping[str, Any], what: str) -> Exception:
         """The exception of the other end, as one of Python's own or of the problem's.

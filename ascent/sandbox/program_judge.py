@@ -6,13 +6,13 @@ tests that are left.
 
 import json
 import re
-import select
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ascent.processes.channel import poll_channels
 from ascent.sandbox.program_trial import SO_FAR, TO_PROGRAM, VERDICT
 from ascent.sandbox.sandbox import BoxJob, BoxLimits, JobEndedError, Sandbox
 
@@ -154,10 +154,7 @@ class _Relay:
         return True
 
     def _wait(self) -> bool:
-        poll = select.poll()
-        for job in (self.program, self.tests):
-            poll.register(job.line, select.POLLIN)
-        if not poll.poll(1000 * max(0.0, self.until - time.monotonic())):
+        if not poll_channels([self.program.channel, self.tests.channel], self.until - time.monotonic()):
             raise JobEndedError(f"the program took longer than {self.program.limits.seconds:g} s")
         return True
 
@@ -167,5 +164,5 @@ class _Relay:
         if not why and passed != total:
             why = f"{total - passed} of {total} tests did not run"
         with suppress(OSError):
-            self.program.line.shutdown(2)
+            self.program.channel.socket.shutdown(2)
         return Verdict(passed, total, why)

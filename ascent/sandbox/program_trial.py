@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import CodeType
 from typing import Any
 
-from ascent.sandbox.channel import ChannelClosedError, Line
+from ascent.processes.channel import Channel, ChannelClosedError
 from ascent.sandbox.object_proxies import CALLED_BACK, ObjectProxy, Peer, classes_of, define, exception_words
 from ascent.sandbox.plain_values import NO_DATA
 
@@ -38,14 +38,14 @@ def _load(names: list[str]) -> None:
 # ---- the program --------------------------------------------------------------------------------------------
 
 
-def serve_program(settings: dict[str, Any]) -> Callable[[Line], None]:
+def serve_program(settings: dict[str, Any]) -> Callable[[Channel], None]:
     _load([*LOADED.split(), *settings.get("imports", ())])
     return run_program
 
 
-def run_program(line: Line) -> None:
-    """Load the program, and answer calls of its entry point until the line is closed."""
-    given = line.read()
+def run_program(channel: Channel) -> None:
+    """Load the program, and answer calls of its entry point until the channel is closed."""
+    given = channel.read()
     try:
         scope = define(given["prelude"], PROBLEM)
         scope.pop(given["entry"], None)
@@ -55,16 +55,16 @@ def run_program(line: Line) -> None:
         if not callable(entry):
             raise NameError(f"it does not define {given['entry']}")
     except BaseException as error:
-        line.write({"error": exception_words(error)})
+        channel.write({"error": exception_words(error)})
         return
-    peer = Peer(line)
+    peer = Peer(channel)
     peer.held.append(entry)
     NO_DATA.extend([entry] if given["class"] and isinstance(entry, type) else [])
     peer.classes = {name: cls for name in shared if isinstance(cls := scope.get(name), type)}
-    line.write({"loaded": True})
+    channel.write({"loaded": True})
     while True:
         try:
-            question = line.read()
+            question = channel.read()
         except ChannelClosedError:
             return
         peer.answer(question)
@@ -103,15 +103,15 @@ def _defines(tree: ast.Module, name: str) -> bool:
 # ---- the tests ----------------------------------------------------------------------------------------------
 
 
-def serve_tests(settings: dict[str, Any]) -> Callable[[Line], None]:
+def serve_tests(settings: dict[str, Any]) -> Callable[[Channel], None]:
     _load([*LOADED.split(), "unittest", *settings.get("imports", ())])
     return run_tests
 
 
-def run_tests(line: Line) -> None:
+def run_tests(channel: Channel) -> None:
     """Run the tests on a stub. What they find goes out as a verdict; what is wrong with them, as `broken`."""
-    given = line.read()
-    trial = Trial(line)
+    given = channel.read()
+    trial = Trial(channel)
     try:
         scope = define(given["prelude"], PROBLEM)
         trial.peer.classes = classes_of(scope)
@@ -122,7 +122,7 @@ def run_tests(line: Line) -> None:
     except ChannelClosedError:
         return
     except BaseException as error:
-        return line.write({"broken": exception_words(error)}, VERDICT)
+        return channel.write({"broken": exception_words(error)}, VERDICT)
     trial.total = max(1, sum(units))
     trial.say(SO_FAR)
     scope |= {_PASSED: trial.passed, _FAILED: trial.failed}
@@ -133,7 +133,7 @@ def run_tests(line: Line) -> None:
             return
         except BaseException as error:
             if not trial.peer.asked:  # the program had no part in it
-                return line.write({"broken": exception_words(error)}, VERDICT)
+                return channel.write({"broken": exception_words(error)}, VERDICT)
             trial.failed(error, "the tests")
     trial.say(VERDICT)
 
@@ -141,8 +141,8 @@ def run_tests(line: Line) -> None:
 class Trial:
     """The stub of a program, and what the tests have found so far."""
 
-    def __init__(self, line: Line):
-        self.line, self.peer = line, Peer(line, TO_PROGRAM, CALLED_BACK)
+    def __init__(self, channel: Channel):
+        self.channel, self.peer = channel, Peer(channel, TO_PROGRAM, CALLED_BACK)
         self.right, self.total = 0, 0
         self.why = ""
         """What the first test that failed says."""
@@ -170,7 +170,7 @@ class Trial:
         self.why = self.why or (f"{what} fails" + ("" if words == "AssertionError" else f": {words}"))
 
     def say(self, prefix: bytes) -> None:
-        self.line.write({"passed": self.right, "total": self.total, "why": self.why}, prefix)
+        self.channel.write({"passed": self.right, "total": self.total, "why": self.why}, prefix)
 
     def run(self, tree: ast.Module, count: int, scope: dict[str, Any], entry: str) -> None:
         """One file of tests. `count` says how many there are in it; 0: it is one itself."""

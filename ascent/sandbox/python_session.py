@@ -7,28 +7,28 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ascent.sandbox.channel import ChannelClosedError, Line
+from ascent.processes.channel import Channel, ChannelClosedError
 
 PRINTED = 20_000
 """Characters of one call's output that are kept."""
 NAME = "<python>"
 
 
-def serve_session(settings: dict[str, Any]) -> Callable[[Line], None]:
+def serve_session(settings: dict[str, Any]) -> Callable[[Channel], None]:
     """What answers {"code": …} with {"text": …}. The modules of `imports` are loaded beforehand."""
     for name in settings.get("imports", ()):
         __import__(name)
     return answer_calls
 
 
-def answer_calls(line: Line) -> None:
+def answer_calls(channel: Channel) -> None:
     scope: dict[str, Any] = {"__name__": "__main__"}
     while True:
         try:
-            code = line.read()["code"]
+            code = channel.read()["code"]
         except ChannelClosedError:
             return
-        line.write({"text": run_shown(code, scope)})
+        channel.write({"text": run_shown(code, scope)})
 
 
 def run_shown(code: str, scope: dict[str, Any]) -> str:

@@ -11,13 +11,14 @@ import socket
 import subprocess
 import time
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Self
 
+from ascent.processes.channel import CLOSED, PolledChannel, poll_channels, request_fork
 from ascent.sandbox import isolation as walls_module
 from ascent.sandbox.allowed_packages import allowed_packages
-from ascent.sandbox.fork_server import BEGUN
 from ascent.sandbox.isolation import Walls, choose
 
 START = 60.0
@@ -124,16 +125,12 @@ class Sandbox:
         for again in (True, False):
             self.start()
             assert self._control is not None
-            ours, theirs = socket.socketpair()
-            with theirs:
-                try:
-                    socket.send_fds(self._control, [b"."], [theirs.fileno()])
-                    return BoxJob(ours, self.limits, self._control)
-                except OSError as error:  # it has died
-                    ours.close()
-                    self.close()
-                    if not again:
-                        raise SandboxError(f"the sandbox has ended: {error}") from None
+            try:
+                return BoxJob(request_fork(self._control), self.limits, self._control)
+            except OSError as error:  # it has died
+                self.close()
+                if not again:
+                    raise SandboxError(f"the sandbox has ended: {error}") from None
         raise AssertionError
 
     def close(self) -> None:
@@ -165,16 +162,17 @@ def _end(ends: list[Any]) -> None:
 
 
 class BoxJob:
-    """A process in a sandbox, and our end of its line."""
+    """A process in a sandbox, and our end of its channel."""
 
-    def __init__(self, line: socket.socket, limits: BoxLimits, control: socket.socket):
-        line.setblocking(False)
-        self.line, self.limits, self.control = line, limits, control
-        self.begun, self.read = False, b""
-        """Whether its walls are up, and what it has said of an answer that is not complete."""
+    def __init__(self, end: socket.socket, limits: BoxLimits, control: socket.socket):
+        self.channel, self.limits, self.control = PolledChannel(end, limits.output), limits, control
+        self.has_begun = False
+        """Whether the job is isolated and runs."""
+        self.messages: deque[bytes] = deque()
+        """Messages that have arrived and were not read yet."""
 
     def ask(self, question: Any, seconds: float | None = None) -> Any:
-        """What it answers. `Ended`, and the job is over: it took too long, it died, or what it said is not JSON."""
+        """Return its answer. JobEndedError: the job is over, because it was too slow, died or did not send JSON."""
         answer = self.ask_bytes(json.dumps(question).encode(), seconds)
         try:
             return json.loads(answer)
@@ -187,80 +185,58 @@ class BoxJob:
         try:
             self.send(question, until)
             while (answer := self.receive()) is None:
-                self.wait(select.POLLIN, until)
+                if not poll_channels([self.channel], until - time.monotonic()):
+                    raise self._late()
         except (JobEndedError, SandboxError):
             self.close()
             raise
         return answer
 
-    def send(self, line: bytes, until: float) -> None:
-        rest = memoryview(line + b"\n")
-        while rest:
-            try:
-                rest = rest[self.line.send(rest) :]
-            except BlockingIOError:
-                self.wait(select.POLLOUT, until)
-            except OSError:
-                return  # it has ended, which will be heard
+    def send(self, message: bytes, until: float) -> None:
+        self.channel.send(message)
+        if not self.channel.wait_until_sent(until):
+            raise self._late()
 
-    def wait(self, events: int, until: float) -> None:
-        poll = select.poll()
-        poll.register(self.line, events)
-        if not poll.poll(1000 * max(0.0, until - time.monotonic())):
-            raise JobEndedError(f"took longer than {self.limits.seconds:g} s")
+    def _late(self) -> JobEndedError:
+        return JobEndedError(f"took longer than {self.limits.seconds:g} s")
 
     def receive(self) -> bytes | None:
-        """Its next line, if that is complete."""
-        while b"\n" not in self.read:
-            try:
-                part = self.line.recv(1 << 16)
-            except BlockingIOError:
-                return None
-            except OSError:
-                part = b""
-            if not part:
-                if self._orphaned():
-                    raise SandboxError("the sandbox ended while a job was in it")
-                if not self.begun:
-                    raise SandboxError(
-                        "the sandbox cannot begin a job: this machine has no process, file or memory for it"
-                    )
-                raise JobEndedError("it closed its line")
-            self.read += part if self.begun else part.removeprefix(BEGUN)
-            self.begun = True
-            if len(self.read) > self.limits.output:
-                raise JobEndedError(f"sent more than {self.limits.output:,} bytes")
-        line, _, self.read = self.read.partition(b"\n")
-        return self._alive(line)
+        """Return its next message, or None if none has arrived. An error if there will be none."""
+        if not self.messages:
+            self.messages.extend(self.channel.receive())
+            if self.messages and not self.has_begun:
+                self.messages.popleft()  # from the fork server
+                self.has_begun = True
+        if self.messages:
+            return self.messages.popleft()
+        if self.channel.is_too_long:
+            raise JobEndedError(f"sent more than {self.limits.output:,} bytes")
+        if self.channel.ended:
+            if self.channel.ended == CLOSED and self._is_orphaned():
+                raise SandboxError("the sandbox ended while a job was in it")
+            if not self.has_begun:
+                raise SandboxError("the sandbox cannot begin a job: this machine has no process, file or memory for it")
+            raise JobEndedError(f"ended its process: {self.channel.ended}")
+        return None
 
-    def _orphaned(self) -> bool:
-        """Has the warm process ended? Its end of the control socket is closed then, perhaps a moment after the line."""
+    def _is_orphaned(self) -> bool:
+        """Whether the fork server has ended. Its control socket is then closed, perhaps a moment after the channel."""
         if self.control.fileno() < 0:
             return True
         poll = select.poll()
         poll.register(self.control, 0)
         return bool(poll.poll(CLOSING))
 
-    def _alive(self, line: bytes) -> bytes | None:
-        """The line, unless it is that of the warm process, after the job has ended: a blank line and how."""
-        if line:
-            return line
-        how = "it closed its line"
-        with suppress(ValueError, AttributeError):
-            how = f"ended its process: {json.loads(self.read)['ended']!s:.40}"
-        raise JobEndedError(how)
-
     def close(self) -> None:
         """End it, and wait until nothing of it is left."""
-        if self.line.fileno() < 0:
+        end = self.channel.socket
+        if end.fileno() < 0:
             return
         until = time.monotonic() + ENDING
-        with self.line, suppress(OSError):
-            self.line.shutdown(socket.SHUT_WR)
+        with end, suppress(OSError):
+            end.shutdown(socket.SHUT_WR)
             while (left := until - time.monotonic()) > 0:
-                poll = select.poll()
-                poll.register(self.line, select.POLLIN)
-                if poll.poll(1000 * left) and not self.line.recv(1 << 20):
+                if poll_channels([self.channel], left) and not end.recv(1 << 20):
                     break
 
     def __enter__(self) -> Self:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ascent.core.errors import ConfigError
+from ascent.processes.channel import Channel, ChannelClosedError
 from ascent.processes.reward_calls import (
     REASON,
     Job,
@@ -30,7 +31,6 @@ from ascent.processes.reward_calls import (
 )
 from ascent.processes.user_code import load_code
 from ascent.sandbox.allowed_packages import PackageError, allowed_packages
-from ascent.sandbox.channel import ChannelClosedError, Line
 from ascent.sandbox.isolation import IsolationError, Walls, choose
 from ascent.sandbox.sandbox import BoxLimits, JobEndedError, Sandbox, SandboxError
 
@@ -133,7 +133,7 @@ def _never(*_: Any, **__: Any) -> Any:
 # ---- inside ---------------------------------------------------------------------------------------------------
 
 
-def serve_reward(settings: dict[str, Any]) -> Callable[[Line], None]:
+def serve_reward(settings: dict[str, Any]) -> Callable[[Channel], None]:
     """The guest. Installed packages that the file imports are loaded here, once; the file itself runs in each job."""
     text = Path(settings["file"]).read_text(errors="replace")
     for name in dict.fromkeys(re.findall(r"^[ \t]*(?:from|import)[ \t]+(\w[\w.]*)", text, re.MULTILINE)):
@@ -141,10 +141,10 @@ def serve_reward(settings: dict[str, Any]) -> Callable[[Line], None]:
             with suppress(BaseException):  # the job that runs the file will tell
                 import_module(name)
 
-    def answer(line: Line) -> None:
+    def answer(channel: Channel) -> None:
         with suppress(ChannelClosedError):
             while True:
-                line.write(_answer(settings, line.read()))
+                channel.write(_answer(settings, channel.read()))
 
     return answer
 

@@ -24,10 +24,10 @@ import pytest
 from ascent.core.errors import ConfigError
 from ascent.environments.python_tool import PythonSession, shared_box
 from ascent.environments.tools import prepare_tools
+from ascent.processes.channel import Channel
 from ascent.processes.reward_calls import Job, RewardCallError
 from ascent.sandbox import isolation, kernel_isolation
 from ascent.sandbox.allowed_packages import AllowedFinder
-from ascent.sandbox.channel import ChannelClosedError, Line
 from ascent.sandbox.program_judge import CodeProblem, ProgramJudge, Verdict
 from ascent.sandbox.sandbox import BoxJob, BoxLimits, JobEndedError, Sandbox, SandboxError
 from ascent.sandbox.sandboxed_reward import SandboxedReward, SandboxSettings, describe_sandboxed, serve_reward
@@ -360,23 +360,6 @@ def test_the_folder_of_a_job_goes_with_it() -> None:
 # ---- inside a sandbox -----------------------------------------------------------------------------------------
 
 
-def test_a_line_hands_over_one_value_after_the_other() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        line = Line(ours)
-        line.write({"a": [1, "ü"]}, b"t")
-        assert theirs.recv(99) == b't{"a": [1, "\\u00fc"]}\n'
-        theirs.sendall(b'{"a": 1}\n[2')
-        assert line.read() == {"a": 1}
-        theirs.sendall(b", 3]\nraw\n")
-        assert line.read() == [2, 3]
-        assert line.read_bytes() == b"raw"
-        theirs.sendall(b"cut off")
-        theirs.close()
-        with pytest.raises(ChannelClosedError):
-            line.read()
-
-
 def test_only_packages_of_the_list_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "folder_package").mkdir()
     (tmp_path / "folder_package" / "__init__.py").write_text("value = 1\n")
@@ -407,11 +390,11 @@ def served(file: Path, name: str, *questions: Any) -> list[Any]:
     answer = serve_reward({"file": str(file), "name": name})
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        line = Line(ours)
+        line = Channel(ours)
         for question in questions:
             line.write(question)
         ours.shutdown(socket.SHUT_WR)
-        answer(Line(theirs))
+        answer(Channel(theirs))
         return [line.read() for _ in questions]
 
 

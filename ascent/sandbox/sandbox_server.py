@@ -24,19 +24,19 @@ from functools import reduce
 from importlib import import_module
 from typing import Any, NoReturn
 
+from ascent.processes.channel import Channel, ChannelClosedError, receive_fork_request
 from ascent.sandbox import kernel_isolation
 from ascent.sandbox import seccomp_filter as filters
 from ascent.sandbox.allowed_packages import AllowedFinder
-from ascent.sandbox.channel import Line
 
 SETUP = 1 << 20
 """The most bytes of the settings."""
-BEGUN = b"+"
-"""The first byte on a job's line, from the fork server: its walls are up."""
+BEGUN = b"+\n"
+"""The first message on a job's channel, from the fork server: the job is isolated."""
 OPEN_FILES = 4096
 """The most files that the fork server has open: three for each job."""
 RDHUP: int = getattr(select, "POLLRDHUP", 0)
-Guest = Callable[[Line], object]
+Guest = Callable[[Channel], object]
 
 
 class _Job:
@@ -109,10 +109,11 @@ def fork_jobs(owner: socket.socket, guest: Guest, setup: dict[str, Any]) -> None
     while True:
         for file, event in poll.poll():
             if file == owner.fileno():
-                word, files, *_ = socket.recv_fds(owner, 1, 1)
-                if not word:
+                try:
+                    line = receive_fork_request(owner)
+                except ChannelClosedError:
                     return
-                job = _Job(socket.socket(fileno=files[0])) if files else None
+                job = _Job(line) if line else None
                 if job is not None and begin_job(job, guest, setup):
                     for each in job.files():
                         jobs[each] = job
@@ -142,7 +143,7 @@ def begin_job(job: _Job, guest: Guest, setup: dict[str, Any]) -> bool:
                     os.setsid()
                     if os.getppid() == warm:
                         enter(job, own, setup)
-                        guest(Line(job.line))
+                        guest(Channel(job.line))
                         status = 0
                 finally:
                     os._exit(status)
@@ -192,23 +193,13 @@ def end_job(job: _Job, kind: str) -> None:
         if job.pid:
             os.kill(job.pid, signal.SIGKILL)
             _, status = os.waitpid(job.pid, 0)
-    job.line.setblocking(False)
-    with suppress(OSError):
-        if job.begun:
-            job.line.send(b"\n" + json.dumps({"ended": end_words(status)}).encode() + b"\n")
+    if job.begun:
+        Channel(job.line).report_exit(os.waitstatus_to_exitcode(status))
     if job.folder:
         remove_folder(job.folder, kind)
     for file in job.files():
         os.close(file)
     job.line.detach()
-
-
-def end_words(status: int) -> str:
-    """How a process ended. Real-time signals have no name."""
-    if not os.WIFSIGNALED(status):
-        return f"exit status {os.waitstatus_to_exitcode(status)}"
-    number = os.WTERMSIG(status)
-    return next((known.name for known in signal.Signals if known == number), f"signal {number}")
 
 
 def make_folder(setup: dict[str, Any]) -> str:
