@@ -30,7 +30,7 @@ from ascent.models.causal_lm import GIVEN, KEPT_MODEL, give_again, name_model
 from ascent.processes.user_code import CODE
 from ascent.runs import checkpoint
 from ascent.runs.alerts.step_alerts import findings
-from ascent.runs.batch_files import check_ahead, put_together
+from ascent.runs.batch_serialization import check_ahead, unpack_rollouts
 from ascent.runs.display.notebook import Completions, for_stream
 from ascent.runs.display.terminal import Display, numbers
 from ascent.runs.journal import Journal
@@ -175,7 +175,7 @@ def settled(config: Config) -> tuple[Config, str]:
 def recognize(folder: Path, config: Config) -> None:
     """Let this process load a run as far as it uses what this config does, which the user has given here."""
     with suppress(ConfigError):  # it starts from a run that is gone
-        written = read_settings(folder / "config.json", people=True)
+        written = read_settings(folder / "config.json", with_description=True)
         record_run(folder, settled(replace(config, threads=1))[0].to_dict() | {"id": written.get("id")})
 
 
@@ -255,7 +255,9 @@ def reopen(
         if chosen is not None:
             with naming_file(chosen):
                 parts.streams.restore(groups.pop("rng"))
-                parts.engine.pending = put_together(groups.pop("ahead", {}), saved.get("ahead", []), parts.task.player)
+                parts.engine.pending = unpack_rollouts(
+                    groups.pop("ahead", {}), saved.get("ahead", []), parts.task.player
+                )
                 parts.learner.restore(groups)
             check_ahead(parts.engine.pending, first, config.ahead)
         journal = Journal(folder.path)
@@ -281,7 +283,7 @@ def reopen(
 
 def _replay(journal: Journal, parts: Parts, first: int) -> int:
     """Have the steps from `first` on replayed that are in the journal; returned is the first that is drawn."""
-    if parts.engine.deterministic or (drawn := journal.check(first)) == first:
+    if parts.engine.deterministic or (drawn := journal.first_new_step(first)) == first:
         return first
     parts.engine.first_version = drawn
     parts.notes += (JOURNALLED.format(steps=first if drawn == first + 1 else f"{first} to {drawn - 1}"),)
@@ -303,7 +305,7 @@ def _model_given(run: Run, objects: dict[str, Any]) -> tuple[Any, Any] | None:
 
 def _record_changed(run: Run, folder: RunFolder, step: int) -> list[str]:
     """Write down the objects that were given in the place of others: in config.json, in run.json, and in words."""
-    settings = renamed(read_settings(folder.path / "config.json", people=True), run.changed)
+    settings = renamed(read_settings(folder.path / "config.json", with_description=True), run.changed)
     was = dict(folder.run["objects"])
     notes = [
         f"{label_of(old)}: another one from here on\n{compare_objects(old, new, was[old])}"
@@ -342,7 +344,7 @@ class TrainingStep:
     def completions(self, groups: int = 4) -> Completions:
         """The responses of the first groups, one dictionary each."""
         groups = min(groups, len(self.batch.prompt))
-        return Completions(sampled_rows(self.number, self.batch, groups, self._writer.pieces))
+        return Completions(sampled_rows(self.number, self.batch, groups, self._writer.token_texts))
 
     def evaluate(self) -> dict[str, Any]:
         """The metrics of held-out prompts, now. The run goes on as if nobody had asked."""
@@ -364,7 +366,9 @@ class TrainingStep:
         self.changed = self._writer.config = replace(self._writer.config, **values)
         folder = self._writer.folder
         folder.note("changed", step=self.number + 1, settings=values)
-        write_json(folder.path / "config.json", read_settings(folder.path / "config.json", people=True) | values)
+        write_json(
+            folder.path / "config.json", read_settings(folder.path / "config.json", with_description=True) | values
+        )
 
 
 class TrainingSteps:
@@ -431,7 +435,7 @@ def drive(begun: Begun, driven: bool = False) -> Generator[TrainingStep, None, N
     parts, folder, display, first, state = begun
     config = parts.config
     writer = RunWriter(folder, config, parts.task, display)
-    trackers = Trackers(config.track, folder.path, config.to_dict(), folder.path.name, first, writer.say)
+    trackers = Trackers(config.track, folder.path, config.to_dict(), folder.path.name, first, writer.note)
     writer.trackers = trackers
     writer.journal = None if parts.engine.deterministic else Journal(folder.path)
     writer.timeline = parts.backend.timeline(parts.engine) if config.data == "samples" else None
@@ -446,8 +450,8 @@ def drive(begun: Begun, driven: bool = False) -> Generator[TrainingStep, None, N
             for note in parts.notes:
                 display.say(note)
             if config.init is not None:
-                writer.keep_start(Path(config.init))
-            evaluate = writer.journalled(parts.evaluator(writer.held_out))
+                writer.keep_initial_params(Path(config.init))
+            evaluate = writer.with_journal(parts.evaluator(writer.keep_answers))
             given = (parts.task, parts.engine, parts.learner, writer, parts.streams, evaluate, first, state)
             made: Any = loop(config, *given, writer.journal)
             step: TrainingStep | None = None
@@ -459,7 +463,7 @@ def drive(begun: Begun, driven: bool = False) -> Generator[TrainingStep, None, N
                         yield step
                     except GeneratorExit:
                         writer.stop = True
-            writer.settle()
+            writer.wait_for_checkpoint()
             done = max(first, writer.last.get("step", -1) + 1) >= config.steps
             folder.run["status"] = "finished" if done else "interrupted"
         except KeyboardInterrupt:

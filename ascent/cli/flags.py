@@ -331,7 +331,7 @@ def _read_config(path: Path, task: str | None) -> tuple[str | None, dict[str, An
         named = layer.pop("task", None)
         check_length(layer)
         return task or named, layer
-    settings, run = read_settings(path, people=True), path.parent / "run.json"
+    settings, run = read_settings(path, with_description=True), path.parent / "run.json"
     if "id" in settings or run.exists():  # of a run, which may have come from elsewhere
         with naming_file(path):
             check_trust(path.parent, settings, read_json(run).get("code") if run.exists() else None)

@@ -14,7 +14,7 @@ from ascent.core.menu import name_of, nearest
 from ascent.runs.display.terminal import cell_text, printable, table, width, wrapped
 from ascent.runs.metrics import short_name
 from ascent.runs.recorded_conversation import colour_wanted, conversation, conversation_lines, ending
-from ascent.runs.rollout_files import path_of
+from ascent.runs.rollout_files import rollout_path
 from ascent.runs.run_list import was_oom_killed
 from ascent.runs.run_reader import read_settings
 from ascent.runs.untrusted_files import naming_file, read_json
@@ -50,7 +50,7 @@ class ShowCommand(Command):
         run = Run(self.run)
         if self.step is not None:
             rows = run.rollouts(self.step)
-            with naming_file(path_of(run.folder, self.step)):
+            with naming_file(rollout_path(run.folder, self.step)):
                 words = json.dumps(rows) if self.json else responses(rows, colour_wanted())
             print(words)
         elif self.json:
@@ -114,7 +114,7 @@ def summary(run: Run) -> str:
     head = [
         f"{run.folder}: {run.status}, {len(metrics)} of {info.get('steps', '?')} steps",
         "{}, {}, seed {}".format(*(info.get(name, "?") for name in ("task", "label", "seed"))),
-        wrapped(str(read_settings(run.folder / "config.json", people=True).get("objective", ""))),
+        wrapped(str(read_settings(run.folder / "config.json", with_description=True).get("objective", ""))),
     ]
     if run.status == "failed":
         head.append(wrapped(f"Stopped: {info.get('reason')}"))

@@ -1,11 +1,11 @@
-"""The journal: each step's batch with its rewards, written before its update, where no seed would give it again.
+"""The journal: the batches of a run whose engine is not reproducible, each with its rewards, written before its update.
 
-journal/step_000007    the batch, and what was measured of all that was sampled for it
-journal/eval_000007    the evaluation after that step: its metrics and its answers
+journal/step_000007    the batch, and the metrics over everything that was sampled for it
+journal/eval_000007    the evaluation after that step: its metrics and answers
 
-An entry is a folder as a checkpoint is: written aside, flushed and renamed, with checksums, and without code. A resumed
-run goes back to a checkpoint and replays the entries behind it, to the same bits. Those before the newest
-checkpoint are dropped.
+An entry is a folder like a checkpoint: written aside, flushed and renamed, with checksums, and without code. A resumed
+run starts from a checkpoint and replays the entries after it, bit for bit. Entries before the newest checkpoint are
+removed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ascent.core.errors import ConfigError
 from ascent.core.types import Batch, Metrics
-from ascent.runs.batch_files import split, together
+from ascent.runs.batch_serialization import from_json_and_tensors, to_json_and_tensors
 from ascent.runs.checkpoint import READ_ERRORS, clear_unfinished, drop, read_whole, write_whole
 from ascent.runs.untrusted_files import numbered_files
 
@@ -31,34 +31,39 @@ class Journal:
     """The journal of a run, in its folder."""
 
     def __init__(self, run: Path):
-        self.folder, self.at = run / "journal", 0
+        self.folder, self.step = run / "journal", 0
 
     def read(self, step: int) -> tuple[Batch, Metrics] | None:
-        self.at = step
+        self.step = step
         entry = self._read(STEP, step)
         assert entry is None or entry[0] is not None
         return entry  # type: ignore[return-value]
 
     def write(self, step: int, batch: Batch, metrics: Metrics) -> Batch:
-        batch = batch.add(**{name: one.contiguous() for name, one in vars(batch).items() if isinstance(one, Tensor)})
+        batch = batch.add(
+            **{name: value.contiguous() for name, value in vars(batch).items() if isinstance(value, Tensor)}
+        )
         self._write(STEP, step, batch, metrics)
         return batch
 
     def evaluation(
         self, evaluate: Callable[[], Metrics], answers: Callable[[], Batch | None], keep: Callable[[Batch], None]
     ) -> Metrics:
-        """That of the present step, journalled or replayed. `answers` were kept by `evaluate`, or are by `keep`."""
-        entry = self._read(EVALUATION, self.at)
+        """Evaluate and write an entry, or replay the entry of the current step.
+
+        `answers` returns the answers that `evaluate` kept; replayed answers are passed to `keep`.
+        """
+        entry = self._read(EVALUATION, self.step)
         if entry is None:
             metrics = evaluate()
-            self._write(EVALUATION, self.at, answers(), metrics)
+            self._write(EVALUATION, self.step, answers(), metrics)
             return metrics
         if entry[0] is not None:
             keep(entry[0])
         return entry[1]
 
-    def check(self, first: int) -> int:
-        """Read all that a resume from this step will replay; returned is the first step that it will draw."""
+    def first_new_step(self, first: int) -> int:
+        """Read the entries that a resume from step `first` replays; return the first step that it samples."""
         clear_unfinished(self.folder)
         step = first
         while self._read(STEP, step) is not None:
@@ -66,13 +71,13 @@ class Journal:
             step += 1
         return step
 
-    def keep(self, first: int, behind: float = inf) -> None:
-        """Drop the entries of all steps but those from `first` to before `behind`."""
+    def keep(self, first: int, stop: float = inf) -> None:
+        """Remove all entries but those of the steps from `first` to `stop` − 1."""
         for kind in (STEP, EVALUATION):
             for step, path in numbered_files(self.folder, rf"{kind}_(\d+)").items():
-                if not first <= step < behind:
+                if not first <= step < stop:
                     drop(path)
-        with suppress(OSError):  # it is there, and empty
+        with suppress(OSError):  # the folder is missing or not empty
             self.folder.rmdir()
 
     def _path(self, kind: str, step: int) -> Path:
@@ -80,7 +85,7 @@ class Journal:
 
     def _write(self, kind: str, step: int, batch: Batch | None, metrics: Metrics) -> None:
         tensors: dict[str, Tensor] = {}
-        plain = None if batch is None else split(batch, "", tensors)
+        plain = None if batch is None else to_json_and_tensors(batch, "", tensors)
         write_whole(self._path(kind, step), {"batch": tensors}, {"metrics": metrics, "batch": plain}, {"step": step})
 
     def _read(self, kind: str, step: int) -> tuple[Batch | None, Metrics] | None:
@@ -90,13 +95,13 @@ class Journal:
         try:
             groups, saved = read_whole(path)
             plain: dict[str, Any] | None = saved["batch"]
-            batch = None if plain is None else Batch(**together(plain, "", groups["batch"]))
+            batch = None if plain is None else Batch(**from_json_and_tensors(plain, "", groups["batch"]))
             if (batch is None and kind == STEP) or not all(
                 isinstance(x, int | float) for x in saved["metrics"].values()
             ):
-                raise ValueError("state.json is not a step's")
+                raise ValueError("state.json is not that of a step")
             return batch, saved["metrics"]
         except READ_ERRORS as error:
             raise ConfigError(
-                f"{path} is damaged: {error}. To draw this step anew and all that follow, remove it: then resume again"
+                f"{path} is damaged: {error}. To sample this step and the following ones again, remove it and resume"
             ) from None

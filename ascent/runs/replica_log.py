@@ -1,4 +1,4 @@
-"""What the samplers of a run on a cluster did, from the records of the run; the cluster may be gone."""
+"""Throughput and events of the samplers of a cluster run, read from its log. The cluster need not exist any more."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from ascent.distributed.replica import REPLICA_LOG
 from ascent.runs.untrusted_files import finite_number, parse_json, read_regular
 
 COLUMNS = ("name", "state", "version", "tokens", "rate", "idle", "loading", "lost")
-RECENT = 20
-"""The latest versions, over which rates and shares are measured."""
-MOST_EVENTS = 50
-MOST = 1 << 28
-"""Bytes of the records that are read at most."""
+RECENT_VERSIONS = 20
+"""Number of the latest policy versions over which rates and fractions are measured."""
+MAX_EVENTS = 50
+MAX_LOG_BYTES = 1 << 28
 
 
 def replicas_of(folder: Path) -> list[dict[str, Any]]:
-    """One row per sampler, and the learners' share of waiting: all that is known now. Nothing: there is no cluster."""
+    """Return one row per sampler and one for the learners with their idle fraction; empty without a cluster."""
     lines = [line for line in _lines(folder) if isinstance(line.get("replicas"), dict)]
     rows: dict[str, dict[str, Any]] = {}
     for line in lines:
-        for name, one in line["replicas"].items():
+        for name, replica in line["replicas"].items():
             row = rows.setdefault(name, {"name": name, "tokens": 0, "lost": 0})
-            row |= {"state": "away" if one["away"] else "ready", "version": one["version"]}
-            row |= {what: row[what] + one[what] for what in ("tokens", "lost")}
-    recent = lines[-RECENT:]
+            row |= {"state": "away" if replica["away"] else "ready", "version": replica["version"]}
+            row |= {count: row[count] + replica[count] for count in ("tokens", "lost")}
+    recent = lines[-RECENT_VERSIONS:]
     for name, row in rows.items():
         if name not in lines[-1]["replicas"]:
             row["state"] = "left"
             continue
-        there = [line for line in recent if name in line["replicas"]]
-        seconds = sum(line["seconds"] for line in there) or 1.0
-        own = {what: sum(line["replicas"][name][what] for line in there) for what in ("tokens", "drawing", "loading")}
+        lines_with = [line for line in recent if name in line["replicas"]]
+        seconds = sum(line["seconds"] for line in lines_with) or 1.0
+        names = ("tokens", "drawing", "loading")
+        own = {key: sum(line["replicas"][name][key] for line in lines_with) for key in names}
         row["rate"] = own["tokens"] / own["drawing"] if own["drawing"] else 0.0
         row["loading"] = min(1.0, own["loading"] / seconds)
         row["idle"] = max(0.0, 1 - (own["drawing"] + own["loading"]) / seconds)
@@ -45,11 +45,11 @@ def replicas_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def replica_events(folder: Path) -> list[dict[str, Any]]:
-    """The latest of those who were lost, left or joined, newest first: time, event, replica and why."""
-    told = [line for line in _lines(folder) if isinstance(line.get("event"), str)]
+    """Return the latest events (a replica was lost, left or joined), newest first: time, event, replica and why."""
+    events = [line for line in _lines(folder) if isinstance(line.get("event"), str)]
     return [
         {key: line.get(key, "") for key in ("time", "event", "replica", "why")}
-        for line in told[: -MOST_EVENTS - 1 : -1]
+        for line in events[: -MAX_EVENTS - 1 : -1]
     ]
 
 
@@ -59,10 +59,10 @@ def _number(name: str) -> tuple[int, str]:
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
-    """The lines that are as Ascent writes them; whatever else is there is left out."""
+    """Return the lines of the log that have the format that Ascent writes."""
     lines = []
     try:
-        data = read_regular(folder / "engine" / REPLICA_LOG, MOST)
+        data = read_regular(folder / "engine" / REPLICA_LOG, MAX_LOG_BYTES)
     except OSError:
         return []
     for text in data.split(b"\n")[:-1]:
@@ -71,9 +71,9 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
             numbers = [line["time"]]
             if "replicas" in line:
                 numbers += [line["seconds"], line["waited"], line["version"]]
-                whats = ("version", "tokens", "drawing", "loading", "lost")
-                numbers += [one[what] for one in line["replicas"].values() for what in whats]
-                if not all(type(one["away"]) is bool for one in line["replicas"].values()):
+                keys = ("version", "tokens", "drawing", "loading", "lost")
+                numbers += [replica[key] for replica in line["replicas"].values() for key in keys]
+                if not all(type(replica["away"]) is bool for replica in line["replicas"].values()):
                     continue
             if None not in map(finite_number, numbers):
                 lines.append(line)

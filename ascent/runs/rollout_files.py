@@ -19,23 +19,29 @@ from ascent.runs.untrusted_files import FileCache, naming_file, numbered_files
 
 SAMPLED, HELD_OUT = SETS = ("sampled", "held-out")
 FOLDERS = dict(zip(SETS, STEP_FOLDERS, strict=True))
-ANSWERS = 64
+NUM_RECORDED_ANSWERS = 64
 """Held-out prompts whose answers are recorded, where not all are."""
-AT_ONCE = 64
+ROW_GROUP_ROWS = 64
 """About this many rows are in one row group of a file, and are decoded together."""
-NEEDED = ("group", "sample", "prompt_text", "response_text", "reward")
-PER_TOKEN = ("logp_sampler", "logp_old", "advantage", "logp_ref", "value", "turn")
+REQUIRED_COLUMNS = ("group", "sample", "prompt_text", "response_text", "reward")
+TOKEN_COLUMNS = ("logp_sampler", "logp_old", "advantage", "logp_ref", "value", "turn")
 Row = dict[str, Any]
 _tables = FileCache(256_000_000)
 """The light columns of the last files, in bytes."""
 
 
-def path_of(folder: Path, step: int, which: str = SAMPLED) -> Path:
+def rollout_path(folder: Path, step: int, which: str = SAMPLED) -> Path:
     return folder / FOLDERS[which] / f"step_{step:06d}.parquet"
 
 
 def write_rollouts(
-    folder: Path, step: int, batch: Batch, minis: list[Batch], updates: list[UpdateResult], most: str, pieces: Pieces
+    folder: Path,
+    step: int,
+    batch: Batch,
+    minis: list[Batch],
+    updates: list[UpdateResult],
+    most: str,
+    pieces: TokenTexts,
 ) -> None:
     """The first groups (`most` of them, or all), with their log-probs at every update of the step."""
     groups = batch.prompt.shape[0] if most == "all" else min(batch.prompt.shape[0], int(most))
@@ -55,18 +61,18 @@ def write_rollouts(
         row["logp_update"] = [i for i, _ in logp[p]]
         row["logp"] = [_at(there[p][s], values[s]) for _, values in logp[p]]
         row |= {"entropy": _at(there[p][s], entropy[p][s])} if p in entropy else {}
-    write_parquet(path_of(folder, step), rows, batch.mask.shape[1])
+    write_parquet(rollout_path(folder, step), rows, batch.mask.shape[1])
 
 
-def write_answers(folder: Path, step: int, batch: Batch, most: str, pieces: Pieces) -> None:
+def write_answers(folder: Path, step: int, batch: Batch, most: str, pieces: TokenTexts) -> None:
     """The greedy answers of an evaluation: all of them, or those to the first prompts."""
-    prompts = batch.prompt.shape[0] if most == "all" else min(batch.prompt.shape[0], ANSWERS)
-    write_parquet(path_of(folder, step, HELD_OUT), sampled_rows(step, batch, prompts, pieces), batch.mask.shape[1])
+    prompts = batch.prompt.shape[0] if most == "all" else min(batch.prompt.shape[0], NUM_RECORDED_ANSWERS)
+    write_parquet(rollout_path(folder, step, HELD_OUT), sampled_rows(step, batch, prompts, pieces), batch.mask.shape[1])
 
 
-def sampled_rows(step: int, batch: Batch, groups: int, pieces: Pieces) -> list[Row]:
+def sampled_rows(step: int, batch: Batch, groups: int, pieces: TokenTexts) -> list[Row]:
     """The rows of the responses of the first groups, as they were sampled and scored."""
-    columns = {name: getattr(batch, name) for name in ("valid", "correct", "truncated", *PER_TOKEN)}
+    columns = {name: getattr(batch, name) for name in ("valid", "correct", "truncated", *TOKEN_COLUMNS)}
     if bool((batch.present & ~batch.mask).any()):  # which tokens are actions, where observations are among them
         columns["mask"] = batch.mask
     if bool((batch.mask & (batch.version >= 0) & (batch.version < step)).any()):  # older policies drew some tokens
@@ -98,7 +104,9 @@ def sampled_rows(step: int, batch: Batch, groups: int, pieces: Pieces) -> list[R
                 name: value if (value := measures[p][s][i]) == value else None for i, name in enumerate(batch.measured)
             }
             row |= {} if batch.notes is None else {"reason": note}
-            row |= {name: _at(present, lists[name][p][s]) for name in (*PER_TOKEN, "mask", "version") if name in lists}
+            row |= {
+                name: _at(present, lists[name][p][s]) for name in (*TOKEN_COLUMNS, "mask", "version") if name in lists
+            }
             row |= {name: _by_turn(lists["turn"][p][s], values[p][s], masks[p][s]) for name, values in paid.items()}
             rows.append(row)
     return rows
@@ -125,17 +133,17 @@ def write_parquet(final: Path, rows: list[Row], samples: int) -> None:
     import pyarrow.parquet as pq
 
     aside = unlinked(final.with_name(f".{final.name}"))
-    pq.write_table(pa.Table.from_pylist(rows), aside, row_group_size=samples * max(1, AT_ONCE // samples))
+    pq.write_table(pa.Table.from_pylist(rows), aside, row_group_size=samples * max(1, ROW_GROUP_ROWS // samples))
     os.replace(aside, final)
 
 
-BROKEN = "\ufffd"
+REPLACEMENT_CHARACTER = "\ufffd"
 """What a decoder writes for bytes that are not a character, or not yet one."""
-LONGEST_CHARACTER = 16
+MAX_CHARACTER_TOKENS = 16
 """Maximum number of tokens that are decoded together for one character."""
 
 
-class Pieces:
+class TokenTexts:
     """Cuts responses into the texts of their tokens, which together are the response's own text.
 
     A token need not be text. In a byte-level vocabulary it may be part of a character, and others lose the space
@@ -157,7 +165,7 @@ class Pieces:
             return pieces
         if (words := _listed(pieces, whole)) is not None:
             return words
-        if any(BROKEN in piece for piece in pieces):
+        if any(REPLACEMENT_CHARACTER in piece for piece in pieces):
             pieces = self._completed(ids, pieces)
         return _with_spaces(pieces, whole) or pieces
 
@@ -166,13 +174,13 @@ class Pieces:
         completed: list[str] = []
         start, before = 0, ""
         for end, piece in enumerate(pieces, 1):
-            if end == start + 1 and BROKEN not in piece:
+            if end == start + 1 and REPLACEMENT_CHARACTER not in piece:
                 completed.append(piece)
                 start = end
                 continue
             text = self.text(list(ids[start:end]))
-            over = not text.endswith(BROKEN) or end == len(pieces) or end - start >= LONGEST_CHARACTER
-            sure = text if over else text.rstrip(BROKEN)
+            over = not text.endswith(REPLACEMENT_CHARACTER) or end == len(pieces) or end - start >= MAX_CHARACTER_TOKENS
+            sure = text if over else text.rstrip(REPLACEMENT_CHARACTER)
             completed.append(sure[len(before) :])
             start, before = (end, "") if over else (start, max(before, sure, key=len))
         return completed
@@ -207,7 +215,7 @@ def _with_spaces(pieces: list[str], whole: str) -> list[str] | None:
 
 def read_rollouts(folder: Path, step: int, which: str = SAMPLED) -> list[Row]:
     """The recorded rows of a step; refused, with a list of the recorded steps, if there are none."""
-    path = path_of(folder, step, which)
+    path = rollout_path(folder, step, which)
     if not path.exists():
         steps = recorded_steps(folder, which=which)
         there = ", ".join(map(str, steps[:20])) + (" …" if len(steps) > 20 else "")
@@ -234,14 +242,14 @@ def recorded_steps(folder: Path, kind: str = "ascent", which: str = SAMPLED) -> 
     return list(recorded_files(folder, kind, which))
 
 
-def light_rows(
+def summary_rows(
     folder: Path, kind: str, step: int, columns: tuple[str, ...] | None = None, which: str = SAMPLED
 ) -> list[Row]:
     """The rows of a step without their values per token; `length` and `advantage` are one number each."""
     if kind != "ascent":
         rows = foreign_rows(folder, step)
         return [row | {"length": None, "advantage": (row.get("advantage") or [None])[0]} for row in rows]
-    path = path_of(folder, step, which)
+    path = rollout_path(folder, step, which)
     if not path.exists():
         raise _unrecorded(step)
     with naming_file(path):
@@ -277,10 +285,10 @@ def _refuse_columns(path: Path, schema: Any) -> None:
     """Refuse a file without the columns of ours, or with others under their names."""
     from pyarrow import types
 
-    missing = [name for name in NEEDED if schema.names.count(name) != 1]
+    missing = [name for name in REQUIRED_COLUMNS if schema.names.count(name) != 1]
     if missing:
         raise ConfigError(f"{path.name} has no column {', '.join(missing)}, or several: it is not one of ours")
-    for name in NEEDED:
+    for name in REQUIRED_COLUMNS:
         kind = schema.field(name).type
         if name.endswith("_text"):
             fits = types.is_string(kind) or types.is_large_string(kind)
@@ -304,7 +312,7 @@ def _means(lists: Any) -> Any:
         return pa.array(np.bincount(rows, weights=values, minlength=len(column)) / count)
 
 
-def whole_rows(
+def full_rows(
     folder: Path, kind: str, step: int, groups: Iterable[int], sample: int | None = None, which: str = SAMPLED
 ) -> list[Row]:
     """The whole rows of some groups. Parts of the file without them are not decoded."""
@@ -314,13 +322,13 @@ def whole_rows(
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    path, rows = path_of(folder, step, which), list[Row]()
+    path, rows = rollout_path(folder, step, which), list[Row]()
     if not path.exists():
         raise _unrecorded(step)
     with open_parquet(path, folder) as file:
         _refuse_columns(path, file.schema)
         names = [field.name for field in file.schema if is_plain(field.type)]
-        for batch in file.batches(names, _with(file, wanted), AT_ONCE):
+        for batch in file.batches(names, _with(file, wanted), ROW_GROUP_ROWS):
             keep = pc.is_in(batch.column("group"), pa.array(sorted(wanted), pa.int64()))
             if sample is not None:
                 keep = pc.and_(keep, pc.equal(batch.column("sample"), sample))

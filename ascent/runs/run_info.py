@@ -18,11 +18,11 @@ from ascent.settings import row_label
 from ascent.tasks.python_objects import about_objects, label_of
 
 RUN_FORMAT = 2
-"""The format of config.json, checkpoints and the journal. A run of another format is neither loaded nor resumed."""
+"""The format of config.json, checkpoints and the journal. A run of another format is not loaded or resumed."""
 
 
 def task_name(config: Config) -> str:
-    """sort, reasoning-gym:chain_sum, jsonl:problems."""
+    """Return the short name of a task: sort, reasoning-gym:chain_sum, jsonl:problems."""
     source = getattr(config.task, "source", "")
     name = name_of(config.task)
     name = Path(name.split(":")[1]).stem if name.startswith("python:") else name
@@ -33,7 +33,7 @@ def task_name(config: Config) -> str:
 
 
 def run_label(config: Config) -> str:
-    """The nearest row, and what was changed on it; demonstrations are SFT whatever the row."""
+    """Return the named algorithm that is nearest, and what differs from it; training on demonstrations is `sft`."""
     return "sft" if config.task.data == "demonstrations" else row_label(config.algorithm)
 
 
@@ -45,7 +45,7 @@ def _version(package: str) -> str | None:
 
 
 def describe_run(config: Config, packages: Sequence[str]) -> dict[str, Any]:
-    """What run.json says of where and with what the run was made."""
+    """Return the parts of run.json that describe the run: task, algorithm, code, objects, versions and machine."""
     packages = ["ascent-rl", "torch", "numpy", "safetensors", "pyarrow", *packages]
     return {
         "format": RUN_FORMAT,
@@ -69,7 +69,7 @@ def describe_run(config: Config, packages: Sequence[str]) -> dict[str, Any]:
 
 
 def default_folder(config: Config) -> Path:
-    """runs/<date>-<task>-<algorithm>-s<seed>, numbered where that is taken."""
+    """Return runs/<date>-<task>-<algorithm>-s<seed>, with a number appended if it exists."""
     task, label = re.sub(r"[^A-Za-z0-9_.-]+", "-", task_name(config)), run_label(config)
     row = label.split("+")[0] if not label.startswith("reinforce++") else "reinforce++"
     base = f"{time.strftime('%Y%m%d-%H%M%S')}-{task}-{row}-s{config.seed}"

@@ -1,4 +1,4 @@
-"""A run: written into its folder step by step, and read back from there."""
+"""Read a run from its folder: settings, metrics, events, recorded responses and checkpoints."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -22,23 +22,25 @@ from ascent.training.sharded_checkpoint import SHARD_FILES
 
 
 class RunRecord:
-    """A finished, running or dead run: `run.folder`, `run.metrics`, `run.policy`."""
+    """A finished, running or failed run: `run.folder`, `run.metrics`, `run.policy`."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.changed: dict[str, str] = {}
-        """Objects of Python that it was made with, and those that were given in their place, by their names."""
+        """Names of the Python objects of the run, and of the objects that replace them."""
         if not self.folder.is_dir():
             raise ConfigError(f"{self.folder}: there is no such folder")
         if (self.folder / "config.json").exists() and not (self.folder / "run.json").exists():
             raise ConfigError(
-                f"{self.folder}: this run was killed before it began. Start it again: ascent train --config "
+                f"{self.folder}: this run was killed before its first step. Start it again: ascent train --config "
                 f"{self.folder / 'config.json'} --out {self.folder}"
             )
         info = self.info
         kinds = {"status": str, "result": dict | None, "history": list}
         if not isinstance(info, dict) or not all(isinstance(info.get(k, 0), kind) for k, kind in kinds.items()):
-            raise ConfigError(f"{self.folder / 'run.json'} is not a run's: it has no status, result and history")
+            raise ConfigError(
+                f"{self.folder / 'run.json'} is not a run.json of Ascent: it has no status, result and history"
+            )
 
     def __repr__(self) -> str:
         return f"RunRecord({str(self.folder)!r}, {self.status})"
@@ -47,7 +49,7 @@ class RunRecord:
         return run_html(self.folder, self.info | {"status": self.status}, self.metrics)
 
     def __fspath__(self) -> str:
-        """A run stands for its folder: ascent.sample(run, …), ascent.resume(run)."""
+        """Return the folder, so that functions that take a folder take a run: ascent.sample(run, …)."""
         return str(self.folder)
 
     @property
@@ -56,7 +58,7 @@ class RunRecord:
 
     @property
     def status(self) -> str:
-        """finished, interrupted, failed, running, or died: left running by a process that is gone."""
+        """One of finished, interrupted, failed, running and died (its process is gone without an end)."""
         status = self.info["status"]
         return "died" if status == "running" and not is_locked(self.folder) else status
 
@@ -66,11 +68,11 @@ class RunRecord:
 
     @cached_property
     def config(self) -> Config:
-        """Its settings, ready to load or to continue it; the code that they name is run. To look at it, use `info`."""
+        """The settings, to load or to resume the run. This runs the code that they name; `info` runs none."""
         if self.info.get("format") != RUN_FORMAT:
             raise ConfigError(
                 f"{self.folder} was written by another version of Ascent (format {self.info.get('format', 'unknown')}; "
-                f"this version reads {RUN_FORMAT}): it can be shown, and not loaded or resumed. Train it again"
+                f"this version reads {RUN_FORMAT}): it can be shown, but not loaded or resumed. Train it again"
             )
         settings = self._trusted_settings()
         with naming_file(self.folder / "config.json"):
@@ -78,28 +80,28 @@ class RunRecord:
             return config_from(renamed(settings, self.changed | here))
 
     def _trusted_settings(self, trusted: bool = False) -> dict[str, Any]:
-        """Its settings, refused unless they are plain data, known on this machine or trusted."""
-        settings = read_settings(self.folder / "config.json", people=True)
+        """Return the settings; raise ConfigError unless they are plain data, made on this machine or trusted."""
+        settings = read_settings(self.folder / "config.json", with_description=True)
         with naming_file(self.folder / "config.json"):
             check_trust(self.folder, settings, self.info.get("code"), trusted)
         return {key: value for key, value in settings.items() if key not in DESCRIPTION}
 
     def take_objects(self, objects: Mapping[str, Any], anyway: bool = False, needed: bool = True) -> None:
-        """Find the objects of Python that it was made with among those given, or those of this process; or refuse.
+        """Match the Python objects of the run with `objects` and those of this process, or raise ConfigError.
 
-        `needed=False`: of a run that does not go on, only those that are given are compared.
+        With `needed=False` (for a run that is not continued), compare only the objects that were passed.
         """
-        recorded, given = self.info.get("objects"), name_given(objects)
+        recorded, passed = self.info.get("objects"), name_given(objects)
         recorded = recorded if isinstance(recorded, dict) else {}
         if not needed:
             recorded = {
-                n: was for n, was in recorded.items() if isinstance(was, dict) and was.get("setting") in objects
+                n: about for n, about in recorded.items() if isinstance(about, dict) and about.get("setting") in objects
             }
-        self.changed = match_objects(recorded, given, anyway)
+        self.changed = match_objects(recorded, passed, anyway)
 
     @property
     def max_reward(self) -> float | None:
-        """The largest reward of its task, as far as its records say."""
+        """The largest reward of the task; None if it is not recorded."""
         return finite_number(self.info.get("max_reward", (self.result or {}).get("max_reward")))
 
     @property
@@ -113,7 +115,7 @@ class RunRecord:
         return {name: value for line in self.metrics for name, value in line.items() if value is not None}
 
     def frame(self) -> Any:
-        """The metrics as a DataFrame of pandas, one row per step."""
+        """Return the metrics as a pandas DataFrame, one row per step."""
         try:
             from pandas import DataFrame
         except ImportError:
@@ -121,12 +123,12 @@ class RunRecord:
         return DataFrame(self.metrics).set_index("step")
 
     def plot(self) -> Picture:
-        """The curves, as a picture that a notebook shows; `run.plot().save(path)` writes it."""
+        """Return the curves as a picture that a notebook shows; `run.plot().save(path)` writes it."""
         title = f"{self.info['task']}, {self.info['label']}, seed {self.info['seed']}"
         return Picture(draw_runs([(self.folder.name, self.metrics, self.max_reward)], title))
 
     def completions(self, step: int | None = None) -> Completions:
-        """The recorded responses of a step, one dictionary each; by default those of the last recorded step."""
+        """Return the recorded responses of a step (default: the last recorded one), one dictionary each."""
         recorded = rollout_files.recorded_steps(self.folder)
         if step is None and not recorded:
             raise ConfigError(f"{self.folder}: no responses were recorded (--record-rollouts)")
@@ -142,11 +144,11 @@ class RunRecord:
         return read_lines(self.folder / "events.jsonl")
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
-        """The recorded responses of a step, one dictionary each."""
+        """Return the recorded responses of a step, one dictionary each."""
         return rollout_files.read_rollouts(self.folder, step)
 
     def held_out(self, step: int) -> list[dict[str, Any]]:
-        """The recorded greedy answers of the evaluation in a step, one dictionary each."""
+        """Return the recorded greedy answers of the evaluation after a step, one dictionary each."""
         return rollout_files.read_rollouts(self.folder, step, rollout_files.HELD_OUT)
 
     @property
@@ -155,60 +157,59 @@ class RunRecord:
         return checkpoint.complete(self.folder / "checkpoints")
 
     def checkpoint(self, step: int | None = None, best: bool = False, flag: str = "--step") -> Path:
-        """The newest checkpoint, that of a step, or that of the best evaluation; refused with what there is."""
+        """Return the newest checkpoint, or that of a step, or of the best evaluation."""
         if step is not None and best:
-            raise ConfigError(f"{flag} {step} and --best name two checkpoints: give one of them")
-        there = {checkpoint.step_of(path): path for path in self.checkpoints}
-        if not there:
+            raise ConfigError(f"{flag} {step} and --best exclude each other: set one of them")
+        by_step = {checkpoint.step_of(path): path for path in self.checkpoints}
+        if not by_step:
             raise ConfigError(f"{self.folder}: no checkpoint yet, so there is no policy to load")
-        wanted, why = f"{flag} {step}", ""
+        option, reason = f"{flag} {step}", ""
         if best:
-            found = best_evaluation(self.metrics)
-            if found is None:
-                raise ConfigError(f"--best: {self.folder} was never evaluated, so no checkpoint is its best")
-            step, wanted = found[0], "--best"
-            why = f": its best evaluation is that of step {step}, which was not kept (--keep-best does)"
+            evaluation = best_evaluation(self.metrics)
+            if evaluation is None:
+                raise ConfigError(f"--best: {self.folder} was never evaluated, so it has no best checkpoint")
+            step, option = evaluation[0], "--best"
+            reason = f": its best evaluation is that of step {step}, whose checkpoint was not kept (set --keep-best)"
         if step is None:
-            return there[max(there)]
-        if step not in there:
-            listed = ", ".join(map(str, there))
-            raise ConfigError(f"{wanted}: {self.folder} has no such checkpoint{why}. There are: {listed}")
-        return there[step]
+            return by_step[max(by_step)]
+        if step not in by_step:
+            steps = ", ".join(map(str, by_step))
+            raise ConfigError(f"{option}: {self.folder} has no such checkpoint{reason}. It has those of steps {steps}")
+        return by_step[step]
 
 
 def trust(run: str | Path) -> None:
-    """Let this process use all that the settings of a run name: code, programs, addresses, files. On the command line:
-    --trust."""
+    """Let this process use everything that a run's settings name: code, programs, addresses and files (--trust)."""
     RunRecord(run)._trusted_settings(trusted=True)
 
 
 def init_folder(init: str | Path) -> Path:
-    """The folder with the params.safetensors that --init names: a run's newest checkpoint, or this very folder."""
+    """Return the folder of params.safetensors that --init names: a run's newest checkpoint, or the folder itself."""
     folder = Path(init)
     if (folder / "run.json").exists():
         if not RunRecord(folder).checkpoints:
             raise ConfigError(f"--init {init}: that run has no checkpoint yet")
         folder = RunRecord(folder).checkpoints[-1]
     if not (folder / "params.safetensors").exists() and not any(folder.glob(SHARD_FILES)):
-        raise ConfigError(f"--init {init}: neither a run nor a folder with params.safetensors")
+        raise ConfigError(f"--init {init}: this is neither a run nor a folder with params.safetensors")
     return folder.resolve()
 
 
 def check_trains_policy(config: Config, folder: Path) -> None:
-    """Refuse a run that trained a reward model or a process reward."""
+    """Raise ConfigError for a run that trained a reward model or a process reward model."""
     trains = config.algorithm.loss.trains
     if trains != "policy":
-        what, kind = ("process reward", "process") if trains == "steps" else ("reward model", "model")
+        product, kind = ("process reward", "process") if trains == "steps" else ("reward model", "model")
         raise ConfigError(
-            f"{folder} trained a {what} and not a policy: it rates responses and writes none. Its figures: ascent show "
-            f"{folder}; as a reward: --reward {kind}:{folder}; in Python: ascent.build.reward_loading.load_"
-            f"{what.replace(' ', '_')}"
+            f"{folder} trained a {product} and not a policy: it scores responses and cannot generate. Its metrics: "
+            f"ascent show {folder}; as a reward: --reward {kind}:{folder}; in Python: ascent.build.reward_loading.load_"
+            f"{product.replace(' ', '_')}"
         )
 
 
-def read_settings(path: Path, people: bool = False) -> dict[str, Any]:
-    """A config.json as it stands, without what is there only for people, unless told."""
+def read_settings(path: Path, with_description: bool = False) -> dict[str, Any]:
+    """Read a config.json, by default without the description for people (objective, formula, label)."""
     settings = read_json(path)
     if not isinstance(settings, dict) or "task" not in settings:
-        raise ConfigError(f"{path} is not a config: it has to be an object with a `task`, as a run's config.json is")
-    return {key: value for key, value in settings.items() if people or key not in DESCRIPTION}
+        raise ConfigError(f"{path} is not a config: it must be a JSON object with a `task`, like a run's config.json")
+    return {key: value for key, value in settings.items() if with_description or key not in DESCRIPTION}

@@ -24,7 +24,7 @@ from ascent.core.types import Batch, Prompts, Rollouts, check_counts, to_batch
 from ascent.runs import checkpoint
 from ascent.runs.display.terminal import printable
 from ascent.runs.recorded_conversation import Speech, conversation, conversation_lines, ending
-from ascent.runs.rollout_files import Pieces, sampled_rows
+from ascent.runs.rollout_files import TokenTexts, sampled_rows
 from ascent.runs.run_info import task_name
 from ascent.runs.run_reader import check_trains_policy
 from ascent.settings import configure
@@ -137,7 +137,7 @@ def conversations(task: BoundTask, batch: Batch) -> list[Row]:
     """For each response of several turns, in order: its `turns`, one dictionary a speech, and why it `ended`."""
     if batch.turn is None:
         return [{} for _ in range(batch.valid.numel())]
-    rows = [(row, conversation(row)) for row in sampled_rows(0, batch, len(batch.prompt), Pieces(task))]
+    rows = [(row, conversation(row)) for row in sampled_rows(0, batch, len(batch.prompt), TokenTexts(task))]
     return [{"turns": [speech._asdict() for speech in said], "ended": ending(row, said)} for row, said in rows]
 
 

@@ -24,7 +24,7 @@ from ascent.inference.runners.cuda_graph import graph_decoder
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
 from ascent.rollout.small_sampler import SmallSampler
-from ascent.runs.batch_files import put_together, take_apart
+from ascent.runs.batch_serialization import pack_rollouts, unpack_rollouts
 from ascent.runs.untrusted_files import naming_file
 from ascent.settings import configure
 from ascent.tasks.small.sorting import Sort
@@ -180,7 +180,7 @@ def test_what_is_open_survives_a_checkpoint_to_the_bit(decoder: Any) -> None:
 
     def iter_finished(step: int, deadline: float) -> Iterator[FinishedRollouts]:
         if step == at:
-            stopped.append((take_apart(first.pending), first.generator.get_state()))
+            stopped.append((pack_rollouts(first.pending), first.generator.get_state()))
             raise Stop
         yield from real(step, deadline)
 
@@ -188,7 +188,7 @@ def test_what_is_open_survives_a_checkpoint_to_the_bit(decoder: Any) -> None:
     with pytest.raises(Stop):
         drive(first, 2, moving=True)
     (tensors, plain_parts), state = stopped[0]
-    sampler.pending = put_together({k: v.clone() for k, v in tensors.items()}, plain_parts)
+    sampler.pending = unpack_rollouts({k: v.clone() for k, v in tensors.items()}, plain_parts)
     sampler.generator.set_state(state)
     sampler.lm.model.load_state_dict(versions[at], strict=False)
     rest, _ = drive(sampler, 2, moving=True, first=at)
@@ -300,11 +300,11 @@ def test_a_damaged_ticket_is_refused(odd: dict[str, Any]) -> None:
     sampler = SmallSampler(TINY(Sort().space, torch.Generator().manual_seed(0)), 1.0, torch.Generator().manual_seed(1))
     sampler.submit([RolloutRequest(3, Sort().held_out(2), 2)])
     list(sampler.iter_finished(2, 1.0))
-    tensors, plain = take_apart(sampler.pending)
-    (one,) = put_together(tensors, plain)
+    tensors, plain = pack_rollouts(sampler.pending)
+    (one,) = unpack_rollouts(tensors, plain)
     assert one.request.step == 3 and torch.equal(one.rollouts.response, sampler.pending[0].rollouts.response)  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="ahead cannot be read"), naming_file(Path("ahead")):
-        put_together(tensors, [plain[0] | odd])
+        unpack_rollouts(tensors, [plain[0] | odd])
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def trained(out: Path, **more: Any) -> Run:
 
 @pytest.mark.long
 def test_every_evaluation_leaves_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_files, "ANSWERS", 5)
+    monkeypatch.setattr(rollout_files, "NUM_RECORDED_ANSWERS", 5)
     plain = Sort.score
 
     def measured(self: Sort, given: Rollouts) -> Scores:
@@ -63,7 +63,7 @@ def test_every_evaluation_leaves_its_answers(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(("which", "expected"), [("none", None), ("1", 5), ("all", 7)])
 def test_how_many_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str, expected: int | None) -> None:
-    monkeypatch.setattr(rollout_files, "ANSWERS", 5)
+    monkeypatch.setattr(rollout_files, "NUM_RECORDED_ANSWERS", 5)
     run = trained(tmp_path / "run", steps=1, record_rollouts=which)
     if expected is None:
         assert list((run.folder / "held_out").iterdir()) == []

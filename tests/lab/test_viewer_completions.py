@@ -143,7 +143,7 @@ def test_numbers_that_are_not_finite_and_empty_responses(tmp_path: Path) -> None
 
 
 def test_a_torn_file_a_missing_one_and_one_of_somebody_else(some: Path, tmp_path: Path) -> None:
-    path = recorded.path_of(some, 3)
+    path = recorded.rollout_path(some, 3)
     path.write_bytes(path.read_bytes()[:-500])
     page = completions_page(some, step=3)
     assert page["groups"] == [] and "step_000003.parquet is not a whole Parquet file" in page["problems"][0]
@@ -272,10 +272,10 @@ def test_only_the_part_of_a_file_that_holds_a_group_is_decoded(tmp_path: Path, m
         return whole(self, *given, row_groups=row_groups, **more)
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", spy)
-    rows = recorded.whole_rows(run, "ascent", 0, [5, 13])
+    rows = recorded.full_rows(run, "ascent", 0, [5, 13])
     assert sorted((r["group"], r["sample"]) for r in rows) == [(g, s) for g in (5, 13) for s in range(4)]
     assert seen == [[2, 6]]
-    assert [r["sample"] for r in recorded.whole_rows(run, "ascent", 0, [5], sample=2)] == [2]
+    assert [r["sample"] for r in recorded.full_rows(run, "ascent", 0, [5], sample=2)] == [2]
 
 
 def test_four_thousand_tokens(tmp_path: Path) -> None:
@@ -366,7 +366,9 @@ def test_hundreds_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     run = write_run(tmp_path / "r", {0: SOME})
     for step in range(1, 300):
-        shutil.copyfile(recorded.path_of(run, 0), recorded.path_of(run, 0).with_name(f"step_{step:06d}.parquet"))
+        shutil.copyfile(
+            recorded.rollout_path(run, 0), recorded.rollout_path(run, 0).with_name(f"step_{step:06d}.parquet")
+        )
     monkeypatch.setattr(pq, "ParquetFile", Opened)
     key = key_of("prompt 0")
     found = prompt_history(run, "ascent", key)

@@ -11,7 +11,7 @@ from ascent.cli.runs import responses
 from ascent.core.types import Batch, Rollouts, to_batch
 from ascent.lab.pages.completions.completions import of_row
 from ascent.runs.recorded_conversation import conversation, conversation_lines, ending, observed_words
-from ascent.runs.rollout_files import Pieces, sampled_rows
+from ascent.runs.rollout_files import TokenTexts, sampled_rows
 from ascent.workflows.loaded_policy import responses_text
 
 ANSWER = ["", "\n", "", "user", "\n", "4", "2", "", "\n", "", "assistant", "\n"]
@@ -133,7 +133,7 @@ def test_rows_have_the_reward_and_the_seconds_of_each_turn() -> None:
 
     def rows(reward: torch.Tensor) -> list[dict[str, Any]]:
         batch: Batch = to_batch(drawn, reward=reward, valid=torch.ones(1, 2).bool())
-        return sampled_rows(0, batch, 1, Pieces(Words()))
+        return sampled_rows(0, batch, 1, TokenTexts(Words()))
 
     one, two = rows(paid)
     assert one["turn_reward"] == [0.25, 1.0] and one["time/turns"] == [0.5, 0.0] and two["turn_reward"] == [0.0]

@@ -31,7 +31,7 @@ from ascent.runs.journal import Journal
 from ascent.runs.metric_columns import Columns, nonfinite_of
 from ascent.runs.parquet_reader import open_parquet, thrift_struct
 from ascent.runs.replica_log import replica_events, replicas_of
-from ascent.runs.rollout_files import light_rows
+from ascent.runs.rollout_files import summary_rows
 from ascent.runs.run_folder import RunFolder
 from ascent.runs.run_reader import init_folder
 from ascent.runs.sharded_reader import read_parts
@@ -266,7 +266,7 @@ def test_a_run_without_what_is_asked_for(run: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match=r"--init .*run: that run has no checkpoint yet"):
         init_folder(run)
     with pytest.raises(ConfigError, match="77"):
-        light_rows(run, "ascent", 77)
+        summary_rows(run, "ascent", 77)
     assert len(found.completions()) == len(found.rollouts(5)) > 0
     (run / "checkpoints" / "step_000002").mkdir(parents=True)
     assert found.checkpoint().name == "step_000002"

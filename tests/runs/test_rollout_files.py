@@ -14,7 +14,7 @@ import torch
 
 import ascent
 from ascent.core.types import Batch
-from ascent.runs.rollout_files import BROKEN, Pieces
+from ascent.runs.rollout_files import REPLACEMENT_CHARACTER, TokenTexts
 from ascent.tasks.small.sorting import Sort
 from ascent.training.language_learner import LanguageLearner, fetched
 
@@ -38,20 +38,22 @@ class Spaced:
 
 
 def test_pieces_of_a_list_of_numbers() -> None:
-    pieces = Pieces(Sort(numbers=10, end=True))
+    pieces = TokenTexts(Sort(numbers=10, end=True))
     assert pieces([1, 0, 10], "[1 0 end]") == ["[1", " 0", " end]"]
     assert pieces([7], "[7]") == ["[7]"]
 
 
 def test_a_character_goes_to_the_token_that_completes_it() -> None:
-    pieces = Pieces(Bytes())
+    pieces = TokenTexts(Bytes())
     assert pieces([257, 258], " café au") == [" caf", "é au"]
     assert pieces([*"€!".encode(), 259], "€!") == ["", "", "€", "!", ""]
-    assert pieces([0xE2, 0x82], BROKEN) == ["", BROKEN], "a character that never ends is shown once, as in the text"
+    assert pieces([0xE2, 0x82], REPLACEMENT_CHARACTER) == ["", REPLACEMENT_CHARACTER], (
+        "a character that never ends is shown once, as in the text"
+    )
 
 
 def test_pieces_are_the_text_whatever_the_bytes() -> None:
-    pieces, rng = Pieces(Bytes()), random.Random(0)
+    pieces, rng = TokenTexts(Bytes()), random.Random(0)
     for _ in range(500):
         ids = [rng.randrange(260) if rng.random() < 0.5 else rng.choice("日本é a".encode()) for _ in range(12)]
         whole = Bytes().text(ids)
@@ -62,7 +64,7 @@ def test_pieces_are_the_text_whatever_the_bytes() -> None:
 def test_a_space_goes_to_the_word_behind_it() -> None:
     ids = [0, 1, 2, 3, 4, 6, 0, 5]
     whole = Spaced().text(ids)
-    found = Pieces(Spaced())(ids, whole)
+    found = TokenTexts(Spaced())(ids, whole)
     assert "".join(found) == whole and found[:4] == ["so", " it", " is", "n't"]
 
 
@@ -71,7 +73,7 @@ def test_a_text_that_its_tokens_do_not_make_up_keeps_their_own() -> None:
         def text(self, ids: list[int]) -> str:
             return "?" if len(ids) > 1 else f"<{ids[0]}>"
 
-    assert Pieces(Odd())([3, 4], "?") == ["<3>", "<4>"]
+    assert TokenTexts(Odd())([3, 4], "?") == ["<3>", "<4>"]
 
 
 def test_pieces_of_a_real_vocabulary(tmp_path: Path) -> None:
@@ -87,7 +89,7 @@ def test_pieces_of_a_real_vocabulary(tmp_path: Path) -> None:
 
     text = "the numbers 日本 are 😀, naïve"
     ids = trained.encode(text).ids
-    found = Pieces(Vocabulary())(ids, text)
+    found = TokenTexts(Vocabulary())(ids, text)
     assert "".join(found) == text and len(found) == len(ids) and "日" in found and "😀" in found
 
 

@@ -130,7 +130,7 @@ def test_a_run_that_is_stopped_while_its_last_checkpoint_is_written_is_finished(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(RunWriter, "settle", signals_itself(number, RunWriter.settle))
+        patch.setattr(RunWriter, "wait_for_checkpoint", signals_itself(number, RunWriter.wait_for_checkpoint))
         process = ascent_process(
             tmp_path / "output", "train", "sort", *SETTINGS, "--steps", 2, "--out", tmp_path / "run"
         )

@@ -463,7 +463,7 @@ def test_records_hold_what_is_there_and_the_viewer_reads_actions(name: str, tmp_
     entropy = torch.rand(batch.mask.shape, dtype=F64)
     update = UpdateResult({}, {}, torch.where(batch.mask, batch.logp_sampler + 0.1, 0.0), entropy)
     (tmp_path / "rollouts").mkdir()
-    records.write_rollouts(tmp_path, 3, batch, [batch], [update], "all", records.Pieces(Pays()))
+    records.write_rollouts(tmp_path, 3, batch, [batch], [update], "all", records.TokenTexts(Pays()))
     rows = records.read_rollouts(tmp_path, 3)
     for row, (p, s) in zip(rows, itertools.product(range(2), range(3)), strict=True):
         there, acted = batch.present[p, s], batch.mask[p, s]
@@ -487,5 +487,5 @@ def test_a_file_of_plain_responses_is_as_it_was(tmp_path: Path) -> None:
     batch = actions_alone(observed("in the middle")).add(index=torch.arange(2), advantage=torch.zeros(2, 3, 1))
     batch = batch.add(logp_old=batch.logp_sampler)
     (tmp_path / "rollouts").mkdir()
-    records.write_rollouts(tmp_path, 0, batch, [], [], "all", records.Pieces(Pays()))
+    records.write_rollouts(tmp_path, 0, batch, [], [], "all", records.TokenTexts(Pays()))
     assert not {"mask", "turn"} & records.read_rollouts(tmp_path, 0)[0].keys()

@@ -19,7 +19,7 @@ import ascent
 from ascent.build.trained_run import Run
 from ascent.cli.main import main
 from ascent.core.errors import ConfigError
-from ascent.runs.rollout_files import HELD_OUT, path_of
+from ascent.runs.rollout_files import HELD_OUT, rollout_path
 from ascent.workflows.model_card import model_card
 
 pytestmark = pytest.mark.long
@@ -263,7 +263,7 @@ def test_a_card_without_recorded_prompts_has_the_figures_of_training(trained: Ru
     run = Run(shutil.copytree(trained.folder, tmp_path / "copy"))
     figures = model_card(run, 1)
     assert "of the 2 recorded prompts: right" in figures
-    path_of(run.folder, 0, HELD_OUT).unlink()
+    rollout_path(run.folder, 0, HELD_OUT).unlink()
     without = model_card(run, 1)
     assert without.splitlines() == [line for line in figures.splitlines() if "recorded prompts" not in line]
 

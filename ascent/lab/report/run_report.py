@@ -384,7 +384,7 @@ def _shades(token: Mapping[str, Any], largest: float) -> str:
 
 # ---- greedy answers: right at the first recorded evaluation, and at the last ----------------------------
 
-COLUMNS = (*recorded.NEEDED, "valid", "correct", "status")
+COLUMNS = (*recorded.REQUIRED_COLUMNS, "valid", "correct", "status")
 CHANGES = {(0, 1): "wrong → right", (1, 0): "right → wrong", (0, 0): "still wrong"}
 EACH = 2
 """Answers of each kind of change that are shown."""
@@ -402,8 +402,8 @@ def gather_answers(folder: Path, kind: str, greedy: str) -> dict[str, Any] | Non
         """The first of these steps whose file can be read, with its answers by prompt: each is a group of one."""
         for step in steps:
             try:
-                with naming_file(recorded.path_of(folder, step, recorded.HELD_OUT)):
-                    groups = groups_of(recorded.light_rows(folder, kind, step, COLUMNS, recorded.HELD_OUT))
+                with naming_file(recorded.rollout_path(folder, step, recorded.HELD_OUT)):
+                    groups = groups_of(recorded.summary_rows(folder, kind, step, COLUMNS, recorded.HELD_OUT))
                     return step, {(group["group"], group["prompt"]): group for group in groups}
             except (ConfigError, OSError) as error:
                 problems.append(str(error))

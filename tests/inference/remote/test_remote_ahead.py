@@ -34,7 +34,7 @@ from ascent.inference.remote.server_pool import ServerPool
 from ascent.models import CausalLM
 from ascent.rewards.tokenized_task import TokenizedTask
 from ascent.runs import checkpoint
-from ascent.runs.batch_files import put_together, take_apart
+from ascent.runs.batch_serialization import pack_rollouts, unpack_rollouts
 from ascent.runs.journal import Journal
 from tests.inference.remote.test_remote_engine import World, gap
 from tests.language import VOCAB, prompts_of, write_tiny
@@ -181,9 +181,9 @@ def test_a_checkpoint_holds_whole_responses_and_the_rest_is_drawn_with_the_same_
     wait_until_held(world.server, 8)
     while sum(len(whole(one)) for one in world.sampler.snapshot_pending()) < 4:
         time.sleep(0.01)
-    tensors, plain = take_apart(world.sampler.snapshot_pending())
+    tensors, plain = pack_rollouts(world.sampler.snapshot_pending())
     world.sampler.close()
-    held = put_together(tensors, plain)
+    held = unpack_rollouts(tensors, plain)
     kept = {(i, *place) for i, one in enumerate(held) for place in whole(one)}
     assert len(kept) == 4 and [one.request.step for one in held] == [1, 2]
     go_on(world.server)
@@ -480,7 +480,7 @@ def test_entries_that_a_resume_would_not_replay_are_dropped(tmp_path: Path) -> N
     for step in (2, 3, 5):
         journal.write(step, batch, {})
     (journal.folder / ".writing-step_000004").mkdir()
-    assert [journal.check(first) for first in (1, 2, 5)] == [1, 4, 6]
+    assert [journal.first_new_step(first) for first in (1, 2, 5)] == [1, 4, 6]
     journal.keep(2, 4)
     assert entries(tmp_path) == ["step_000002", "step_000003"]
     journal.keep(4)
@@ -511,7 +511,7 @@ def test_a_damaged_entry_is_refused_with_its_name(tmp_path: Path, damage: str) -
         odd = {"no batch": {"batch": None}, "another field": {"batch": {"more": 1}}, "words for numbers": {}}[damage]
         checkpoint.write_whole(path, groups, saved | {"metrics": {"reward": "much"}} | odd, {"step": 3})
     with pytest.raises(ConfigError, match=r"journal/step_000003 is damaged.*remove it"):
-        journal.check(3)
+        journal.first_new_step(3)
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from torch import Tensor
 from ascent.core.errors import ConfigError
 from ascent.core.losses import Clipped, Ratio
 from ascent.lab.figure_base import ControlState, DataTable, Figure, Look, Slider, short, signed
-from ascent.runs.rollout_files import path_of, read_rollouts, recorded_files
+from ascent.runs.rollout_files import read_rollouts, recorded_files, rollout_path
 from ascent.runs.untrusted_files import modified_at, naming_file
 
 _MOST_TRIED = 20
@@ -137,7 +137,7 @@ def _newest(runs: Path | None) -> tuple[list[float], list[float], str] | None:
 @lru_cache(maxsize=8)
 def _recorded(run: Path, step: int) -> tuple[list[float], list[float]]:
     logs, credit = list[float](), list[float]()
-    with naming_file(path_of(run, step)):
+    with naming_file(rollout_path(run, step)):
         for row in read_rollouts(run, step):
             if row["logp"] and row["valid"]:
                 logs += [float(now - old) for now, old in zip(row["logp"][-1], row["logp_old"], strict=True)]

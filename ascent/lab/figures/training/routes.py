@@ -18,7 +18,7 @@ from ascent.core.errors import ConfigError
 from ascent.lab.figures.training.figure import FIGURE, SIDES, config_of, metrics_in_words, point_of, run_folder
 from ascent.lab.figures.training.trainings import ENDED, Trainings
 from ascent.lab.page_base import Lab, body, json_route, read_whole, whole_value
-from ascent.runs.rollout_files import path_of, recorded_steps
+from ascent.runs.rollout_files import recorded_steps, rollout_path
 from ascent.runs.untrusted_files import is_metrics_line, naming_file, open_regular, parse_json
 
 MOST_READ = 1 << 24
@@ -137,7 +137,7 @@ def response_grid(folder: Path, step: int | None) -> dict[str, Any]:
         return {"step": None, "prompts": []}
     chosen = steps[-1] if step is None else step
     maximum, groups = run.max_reward or 1.0, dict[int, dict[str, Any]]()
-    with naming_file(path_of(folder, chosen)):
+    with naming_file(rollout_path(folder, chosen)):
         for row in run.rollouts(chosen):
             group = groups.setdefault(row["group"], {"prompt": row["prompt_text"], "responses": []})
             mark = "right" if row.get("correct") else "rewarded" if row["reward"] >= maximum / 2 else "wrong"

@@ -82,7 +82,7 @@ def completions_page(
         chosen = steps[-1] if step is None else min(steps, key=lambda s: (abs(s - step), s))
         try:
             with naming_file(recorded.recorded_files(folder, kind, which)[chosen]):
-                groups = groups_of(recorded.light_rows(folder, kind, chosen, which=which))
+                groups = groups_of(recorded.summary_rows(folder, kind, chosen, which=which))
         except ConfigError as error:
             problems.append(str(error))
     else:
@@ -197,7 +197,7 @@ def _indexed(folder: Path, kind: str, which: str) -> tuple[dict[int, Index], lis
     """The prompts of every recorded step, and what is wrong with files that could not be read."""
 
     def read(step: int) -> Index:
-        rows = recorded.light_rows(folder, kind, step, ("group", "prompt_text"), which)
+        rows = recorded.summary_rows(folder, kind, step, ("group", "prompt_text"), which)
         index: Index = {}
         for group, prompt in sorted({row["group"]: row["prompt_text"] or "" for row in rows}.items()):
             index.setdefault(key_of(prompt), (group, prompt[:SHORT]))
@@ -242,8 +242,8 @@ def prompt_history(folder: Path, kind: str, key: str, which: str = recorded.SAMP
 
 def _summary(folder: Path, kind: str, step: int, number: int, which: str) -> Row:
     """A group in a few words."""
-    columns = (*recorded.NEEDED, "valid", "correct", "truncated", "status")
-    rows = [row for row in recorded.light_rows(folder, kind, step, columns, which) if row["group"] == number]
+    columns = (*recorded.REQUIRED_COLUMNS, "valid", "correct", "truncated", "status")
+    rows = [row for row in recorded.summary_rows(folder, kind, step, columns, which) if row["group"] == number]
     group = groups_of(rows)[0]
     responses = group["responses"]
     scored = [r for r in responses if r["status"] == "ok" and isinstance(r["reward"], int | float)]
@@ -298,10 +298,10 @@ def tokens(
 ) -> dict[str, Any]:
     """The tokens of some groups of a step, in columns; `missing` says what no row has, and why."""
     check_choices(set=which)
-    rows = recorded.whole_rows(folder, kind, step, groups, sample, which)
+    rows = recorded.full_rows(folder, kind, step, groups, sample, which)
     if kind != "ascent":
         return {"step": step, "missing": {"tokens": FOREIGN}, "clip": {"words": FOREIGN}, "rows": []}
-    with naming_file(recorded.path_of(folder, step, which)):
+    with naming_file(recorded.rollout_path(folder, step, which)):
         return _tokens(folder, step, rows, which)
 
 
