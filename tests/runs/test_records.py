@@ -271,7 +271,7 @@ def test_a_run_without_what_is_asked_for(run: Path, monkeypatch: pytest.MonkeyPa
     (run / "checkpoints" / "step_000002").mkdir(parents=True)
     assert found.checkpoint().name == "step_000002"
     (run / "metrics.jsonl").write_text('{"step": 0, "reward": 1.0}\n')
-    with pytest.raises(ConfigError, match=r"--best: .*run was never evaluated, so no checkpoint is its best"):
+    with pytest.raises(ConfigError, match=r"--best: .*run was never evaluated, so it has no best checkpoint"):
         found.checkpoint(best=True)
     shutil.rmtree(run / "rollouts")
     with pytest.raises(ConfigError, match=r"run: no responses were recorded \(--record-rollouts\)"):
