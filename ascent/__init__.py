@@ -1,13 +1,13 @@
-"""Ascent trains language models with policy gradients. Every method is one choice per axis of a single menu.
+"""Ascent trains language models with policy gradients.
 
 run = ascent.train("sort", algorithm="grpo", seed=0)
 
-This module is the public interface: what starts and reads runs, and the base classes for choices and tasks of your own.
+This module is the public interface: functions that start and read runs, the choices of which an algorithm consists
+(one per axis: advantage, loss, KL, …), and the base classes of custom choices and tasks.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -67,15 +67,6 @@ if sys.platform == "win32":
         "Ascent runs on Linux and macOS: it locks files and limits processes in ways that Windows does not have. On "
         "Windows, install it in WSL (wsl --install), which is Linux"
     )
-# torch's wheels for Arm allocate with mimalloc, which reads this when torch is imported. Memory that an update frees is
-# then taken back by the kernel only if it is short of memory. By default it is given back within milliseconds, and the
-# next layers wait for new pages: a tenth of an update.
-os.environ.setdefault("MIMALLOC_PURGE_DECOMMITS", "0")
-# A thread of torch that has nothing to do looks for work 300,000 times before it sleeps (libgomp, when torch is
-# imported). On x86 that is 15 ms of a core, and if another process computes on it, a run takes four times as long.
-# 5,000 looks are 0.3 ms, and cost a run that is alone nothing.
-if os.uname().machine == "x86_64" and "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 __version__ = "0.1.0"
 _MODULES = {
     "api": "train resume load steps",
@@ -121,7 +112,7 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use. A process that only grades responses never imports torch."""
+    """Import a public name on first use, so that reward workers do not import torch."""
     if name in _HOME:
         return getattr(import_module(f"ascent.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

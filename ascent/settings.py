@@ -22,7 +22,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ascent.core.algorithms import ALGORITHMS, MENU, Algorithm
-from ascent.core.config import Config, Torchrun
+from ascent.core.config import Config, RankSettings
 from ascent.core.correction import Truncated
 from ascent.core.errors import ConfigError
 from ascent.core.menu import hyperparameters, name_of, nearest
@@ -43,7 +43,7 @@ SHORT = {"lr": "update.lr", "model": "policy.model", "engine": "policy.engine"}
 ENGINE = ("url", "python", "args", "deadline", "transport", "key_env", "key_file")
 SHORT |= {f"engine.{name}": f"policy.engine_{name}" for name in ENGINE}
 """Flags that stand for a field of a choice."""
-CHOICES: dict[str, tuple[type, ...]] = {"policy": POLICIES, "ranks": (Torchrun,), **MENU}
+CHOICES: dict[str, tuple[type, ...]] = {"policy": POLICIES, **MENU}
 ROW_SETTINGS = ("samples", "epochs", "minibatches")
 """Plain settings of which a row may need another value than other rows: see `row_needs`."""
 WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text", Path: "a path", NoneType: "None"}
@@ -221,7 +221,7 @@ def resolve(task: Any, *layers: Settings, recorded: bool = False) -> Resolved:
     name = next((layer["preset"] for layer in reversed(layers) if "preset" in layer), "default")
     preset = {} if recorded else find_named("--preset", name, cls.presets, f"preset of {name_of(cls)}")
     preset = {canonical(k): v for k, v in preset.items()}
-    chosen: dict[str, Any] = {"policy": POLICIES[0](), "ranks": Torchrun(), **vars(Algorithm())}
+    chosen: dict[str, Any] = {"policy": POLICIES[0](), "ranks": RankSettings(), **vars(Algorithm())}
     own = {} if isinstance(task, type) else {name: getattr(task, name) for name in hyperparameters(cls)}
     resolved, fields_of_task = Resolved(cls, own, {}, chosen), settings_of(cls)
     kept = chosen["update"]  # the last one that no row brought along
@@ -235,12 +235,16 @@ def resolve(task: Any, *layers: Settings, recorded: bool = False) -> Resolved:
                 chosen["critic"] = replace(chosen["critic"], **starts)
         for axis in CHOICES:
             chosen[axis] = _choose(axis, chosen[axis], layer, preset)
+        chosen["ranks"] = _with_fields("ranks", chosen["ranks"], layer)
         kept = kept if chosen["update"].whole else chosen["update"]
         resolved.plain |= {"data_epochs": None} if "steps" in layer else {}  # the later of the two counts
         resolved.plain |= {k: PLAIN[k].check(v) for k, v in layer.items() if k in PLAIN}
         own |= {k: fields_of_task[k].check(v) for k, v in layer.items() if k in fields_of_task}
-        known = [*PLAIN, *fields_of_task, *CHOICES, "algorithm", "preset", *SHORT]
+        known = [*PLAIN, *fields_of_task, *CHOICES, "algorithm", "preset", *SHORT, "ranks"]
         for key in [] if layer is preset else layer:
+            if key == "ranks":
+                fields = ", ".join(setting.flag for setting in settings_of(RankSettings, "ranks").values())
+                raise ConfigError(f"--ranks has no value of its own: set its fields, {fields}")
             if key.split(".")[0] not in known:
                 flag, flags = (f"--{key.replace('_', '-')}", [f"--{name.replace('_', '-')}" for name in known])
                 raise ConfigError(f"{flag}: there is no such setting for {name_of(cls)}.{nearest(flag, flags)}")
@@ -324,6 +328,9 @@ def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json as settings: {"loss": {"name": "clipped", "low": 0.1}} -> loss, loss.low."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
+        if key == "ranks" and isinstance(value, Mapping) and value:
+            flat |= {f"ranks.{name}": field for name, field in value.items()}
+            continue
         if key != "task" and key not in CHOICES:
             flat[key] = value
             continue
@@ -355,6 +362,11 @@ def _choose(axis: str, now: Any, layer: Settings, preset: Settings) -> Any:
         if cls not in CHOICES[axis]:
             name_class(axis, cls)
         now = build(axis, named, _starts(named, preset)) if isinstance(named, type) else named
+    return _with_fields(axis, now, layer)
+
+
+def _with_fields(axis: str, now: Any, layer: Settings) -> Any:
+    """Return this choice, or the settings of ranks, with the fields that a layer sets."""
     values = {k.split(".", 1)[1]: v for k, v in layer.items() if k.startswith(f"{axis}.")}
     if not values:
         return now

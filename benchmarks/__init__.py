@@ -1,3 +1,5 @@
 """One command per published number: `python -m benchmarks.NAME`. See docs/benchmarks.md."""
 
-import ascent  # noqa: F401  # before torch, as in the command: it sets what torch reads when it is imported
+from ascent.processes.torch_variables import set_torch_variables
+
+set_torch_variables()  # as the command `ascent` does, before torch is imported

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ascent.cli.flags import TrainOptions, parse_train
-from ascent.cli.main import commands
+from ascent.cli.dispatch import commands
+from ascent.cli.run_flags import TrainOptions, parse_train
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.config import Config
 from ascent.core.menu import hyperparameters, name_of

@@ -89,9 +89,26 @@ def test_writing_a_text_task_imports_no_torch() -> None:
     assert in_a_fresh_process(code) == "False"
 
 
+AS_THE_COMMAND = "from ascent.processes.torch_variables import *; set_torch_variables(); import os"
+
+
+def test_importing_ascent_sets_no_environment_variables() -> None:
+    code = "import os; before = dict(os.environ); import ascent, ascent.cli.main; print(dict(os.environ) == before)"
+    assert in_a_fresh_process(code) == "True"
+
+
+def test_the_command_sets_the_variables_before_it_imports_torch() -> None:
+    code = (
+        "import os, sys\nfrom ascent.cli.main import main\n"
+        "assert 'torch' not in sys.modules\nmain(['--version'])\n"
+        "print('torch' in sys.modules, 'MIMALLOC_PURGE_DECOMMITS' in os.environ)"
+    )
+    assert in_a_fresh_process(code).splitlines()[-1] == "True True"
+
+
 def test_memory_that_is_freed_is_taken_back_only_where_it_is_short() -> None:
     """The allocator of torch's wheels for Arm reports its options; that of other wheels reports nothing."""
-    code = "import os, ascent, torch; print(os.environ['MIMALLOC_PURGE_DECOMMITS'])"
+    code = f"{AS_THE_COMMAND}, torch; print(os.environ['MIMALLOC_PURGE_DECOMMITS'])"
     root, inherited = Path(ascent.__file__).parent.parent, os.environ.items()
     env = {name: value for name, value in inherited if not name.startswith("MIMALLOC_")} | {"MIMALLOC_VERBOSE": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, env=env, check=True)
@@ -110,7 +127,7 @@ def test_threads_that_wait_soon_sleep_unless_the_user_says_otherwise(given: dict
     root, mine = Path(ascent.__file__).parent.parent, ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     env = {name: value for name, value in os.environ.items() if name not in mine}
     env |= {"OMP_DISPLAY_ENV": "verbose", **given}
-    code = [sys.executable, "-c", "import ascent, torch"]
+    code = [sys.executable, "-c", f"{AS_THE_COMMAND}, torch"]
     done = subprocess.run(code, capture_output=True, text=True, cwd=root, env=env, check=True)
     reported = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
     assert bool(reported) == (sys.platform == "linux")

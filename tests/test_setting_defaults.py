@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ascent.core.algorithms import ALGORITHMS
-from ascent.core.config import Config
+from ascent.core.config import Config, RankSettings
 from ascent.core.menu import hyperparameters, name_of
 from ascent.settings import CHOICES, SHORT, settings_of
 from ascent.tasks import TASKS
@@ -39,7 +39,12 @@ def defaults() -> dict[str, Any]:
     choices = {f"{axis} {name_of(cls)}": described(cls, axis) for axis, menu in CHOICES.items() for cls in menu}
     tasks = {f"task {name_of(cls)}": described(cls) | {"presets": repr(cls.presets)} for cls in TASKS}
     rows = {f"algorithm {name}": {"choices": repr(row)} for name, row in ALGORITHMS.items()}
-    return choices | tasks | {"a run": described(Config), "short names": dict(SHORT)} | rows
+    return (
+        choices
+        | tasks
+        | {"ranks": described(RankSettings, "ranks"), "a run": described(Config), "short names": dict(SHORT)}
+        | rows
+    )
 
 
 @pytest.mark.parametrize("what", sorted(json.loads(PINNED.read_text()) if PINNED.exists() else ()))

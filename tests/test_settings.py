@@ -15,7 +15,7 @@ import torch
 from conftest import batch_of
 
 import ascent
-from ascent.cli.flags import parse_train
+from ascent.cli.run_flags import parse_train
 from ascent.cli.train import CompareCommand
 from ascent.core.advantages import Advantage, Centered, LeaveOneOut, Normalized, Raw, RunningMean
 from ascent.core.algorithms import ALGORITHMS, GRPO, MENU, Algorithm

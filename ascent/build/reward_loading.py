@@ -49,9 +49,16 @@ def load_process_reward(run: str | Path, device: str | None = None, batch: int =
     return load_reward_model(run, device, batch, "process reward")
 
 
-def check_rewards(backend: Backend, task: Any) -> None:
-    """Refuse, before any work, a task that cannot be trained on, and judges whose settings are wrong."""
-    task.verify()
+def check_rewards(backend: Backend, task: Any, reads_data: bool = True) -> None:
+    """Refuse a task that cannot be trained on, and judges with wrong settings.
+
+    Without `reads_data` the task's data, which may be on the hub, are not read.
+    """
+    if reads_data:
+        task.verify()
+    else:
+        for entry in task.rewards:
+            entry.verify()
     for source in backend.reward_sources(task):
         if source.startswith("judge:"):
             read_judge(source.removeprefix("judge:")).insist()

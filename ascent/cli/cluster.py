@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ascent.build.trained_run import Run
-from ascent.cli.flags import Command, parse_train
+from ascent.cli.flags import Command
+from ascent.cli.run_flags import parse_train
 from ascent.core.errors import ConfigError
 from ascent.core.types import check_counts
 from ascent.runs.display.terminal import table
@@ -30,8 +31,8 @@ class ClusterCommand(Command):
     Without --address a Ray cluster is started on this machine, and ends with the run.
     """
 
-    words = "train TASK"
-    takes_more = True
+    positionals = "train TASK"
+    accepts_other_flags = True
     learners: int = 1
     """Ranks that train the model together."""
     samplers: int = 1
@@ -50,12 +51,13 @@ class ClusterCommand(Command):
     @classmethod
     def read(cls, args: list[str]) -> Self:
         command = super().read(args)
-        verb, *rest = command.rest or ["nothing"]
+        verb, *rest = command.other_args or ["nothing"]
         if verb in ("train", "resume"):
             command.check_training(verb, rest)
         elif verb not in VERBS or len(rest) > 1 or (not rest and verb != "status"):
             usages = ", ".join(f"{verb} {more}" for verb, more in VERBS.items())
-            raise ConfigError(f"{' '.join(command.rest) or 'nothing'}: after its flags `ascent cluster` takes {usages}")
+            words = " ".join(command.other_args) or "no subcommand"
+            raise ConfigError(f"{words}: after its flags, `ascent cluster` takes {usages}")
         elif verb == "add" and not (rest[0].isdecimal() and int(rest[0])):
             raise ConfigError(f"add {rest[0]}: the number of samplers to add is 1 or more")
         return command
@@ -78,9 +80,9 @@ class ClusterCommand(Command):
     def execute(self) -> int | None:
         from ascent.workflows import ray_cluster
 
-        verb, *rest = self.rest
+        verb, *rest = self.other_args
         if verb in ("train", "resume"):
-            return ray_cluster.Launch(self.rest, self.learners, self.samplers, self.gpus, self.restarts, pass_on)(
+            return ray_cluster.Launch(self.other_args, self.learners, self.samplers, self.gpus, self.restarts, pass_on)(
                 self.address
             )
         if verb == "add":

@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from ascent.build.reward_loading import write_assessment
 from ascent.build.trained_run import Run
-from ascent.cli.flags import Command, is_task, parse_train
+from ascent.cli.flags import Command
+from ascent.cli.run_flags import is_task, parse_train
 from ascent.cli.train import run_training
 from ascent.rewards.judge.judge_settings import Judge, read_judge
 from ascent.tasks.text.table_tasks import SEPARATOR
@@ -59,7 +60,7 @@ class LabelCommand(Command):
     key is read from an environment variable.
     """
 
-    part = Judge
+    extra_settings = Judge
     source: Annotated[Path, "CANDIDATES|RUN"]
     """A JSONL file, or the folder of a run."""
     out: Annotated[Path, "FILE"]
@@ -78,7 +79,7 @@ class LabelCommand(Command):
     """If the judge fails on a larger share of pairs, nothing is written. They are kept in FILE.failed.jsonl."""
 
     def execute(self) -> None:
-        judge = replace(Judge() if self.judge is None else read_judge(self.judge), **self.of_part)
+        judge = replace(Judge() if self.judge is None else read_judge(self.judge), **self.extra_values)
         names = ("prompts", "samples", "seed", "ties", "max_failed")
         labelled = label_pairs(self.source, self.out, judge, **{name: getattr(self, name) for name in names})
         then = [f"ascent {command} {labelled.file} --model MODEL" for command in ("reward-model", "dpo")]
@@ -126,8 +127,8 @@ class LabelStepsCommand(Command):
 class OfflineCommand(Command):
     """A training on FILE, or on the offline data that a task has."""
 
-    takes_more = True
-    ranks = True
+    accepts_other_flags = True
+    under_torchrun = True
     task_of_file: ClassVar[str]
     """The task that reads FILE."""
     source: Annotated[str, "FILE|TASK"]
@@ -139,7 +140,7 @@ class OfflineCommand(Command):
             words = [self.source, "--algorithm", row]
         else:
             words = [f"{self.task_of_file}:{self.source}", *(["--preset", row] if row == "reward-model" else [])]
-        return run_training(*parse_train([*words, *self.rest], self.prog()), self.after)
+        return run_training(*parse_train([*words, *self.other_args], self.prog()), self.after)
 
     def after(self, run: Run) -> None:
         """What follows a finished training."""

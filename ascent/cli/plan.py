@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Self
 
 from ascent.build.backends import backend_of
-from ascent.cli.flags import Command, asks_for_help, parse_train
+from ascent.cli.flags import Command, wants_help
+from ascent.cli.run_flags import parse_train
 from ascent.core.config import Config
 from ascent.core.errors import ConfigError
 from ascent.core.menu import name_of
@@ -24,8 +25,8 @@ class PlanCommand(Command):
     file alone. docs/scale.md says what is measured and what is assumed.
     """
 
-    words = "TASK"
-    takes_more = True
+    positionals = "TASK"
+    accepts_other_flags = True
     gpus: int = 1
     """GPUs of a node."""
     gpu: str = "h200"
@@ -47,9 +48,9 @@ class PlanCommand(Command):
     @classmethod
     def read(cls, args: list[str]) -> Self:
         command = super().read(args)
-        if asks_for_help(command.rest):
+        if wants_help(command.other_args):
             raise SystemExit(0)
-        command.config, _ = parse_train(command.rest, cls.prog(), verify=False)
+        command.config, _ = parse_train(command.other_args, cls.prog(), verify=False)
         return command
 
     def execute(self) -> None:

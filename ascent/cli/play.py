@@ -71,11 +71,11 @@ class PlayCommand(PolicyCommand):
                 raise ConfigError(
                     f"--model {self.model}: you take the policy's part. Leave it out, or --as environment"
                 )
-            if of_run and (self.rest or self.task):
+            if of_run and (self.other_args or self.task):
                 raise ConfigError(
-                    f"{' '.join(self.rest) or '--task'}: a run has its task and its settings. Name a task first"
+                    f"{' '.join(self.other_args) or '--task'}: a run has its task and its settings. Name a task first"
                 )
-            config = Run(self.source).config if of_run else self._config(self.source, self.rest)
+            config = Run(self.source).config if of_run else self._config(self.source, self.other_args)
             config.task.verify()
             game = (text_game if backend_of(config).words else small_game)(config.task, seed)
             return play_policy(game, seed, terminal)
@@ -83,7 +83,7 @@ class PlayCommand(PolicyCommand):
             policy = "--model FOLDER" if find_task(self.source)[0].kind == "text" else "its folder in place of the task"
             raise ConfigError(f"--as environment with {self.source}: name the policy to play with, {policy}")
         run, task = (self.source, self.task) if of_run else (None, self.source)
-        play_environment(self.load(run, task, self.rest, ("temperature", *LENGTHS, "device")), seed, terminal)
+        play_environment(self.load(run, task, self.other_args, ("temperature", *LENGTHS, "device")), seed, terminal)
 
 
 class PlayerLeftError(KeyboardInterrupt):

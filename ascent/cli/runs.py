@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ascent.build.trained_run import Run
-from ascent.cli.flags import Command, is_task, leading, parse_train, plain_words
+from ascent.cli.flags import Command, check_positionals, split_leading_word
+from ascent.cli.run_flags import is_task, parse_train
 from ascent.core.config import Config
 from ascent.core.errors import ConfigError
 from ascent.core.menu import name_of, nearest
@@ -185,7 +186,7 @@ class CheckpointCommand(Command):
 class PolicyCommand(CheckpointCommand):
     """A command that samples from the policy of a run, or from a model, on a task."""
 
-    takes_more = True
+    accepts_other_flags = True
     model: Annotated[str | None, "FOLDER"] = None
     """A model instead of a run: a folder, or a name on the hub."""
     task: Annotated[str | None, "TASK"] = None
@@ -285,7 +286,7 @@ class EvalCommand(PolicyCommand):
         if self.model is not None and self.task is not None:
             raise ConfigError(f"--task {self.task} with --model: the task comes first, ascent eval TASK --model FOLDER")
         run, task = (self.source, self.task) if self.model is None else (None, self.source)
-        loaded = self.load(run, task, self.rest, ("temperature", *LENGTHS, "device", "rows"))
+        loaded = self.load(run, task, self.other_args, ("temperature", *LENGTHS, "device", "rows"))
         evaluation = evaluate_policy(loaded, self.prompts, self.samples, self.seed, show=True)
         if self.out is not None:
             evaluation.write(self.out)
@@ -309,7 +310,7 @@ class SampleCommand(PolicyCommand):
     numbers: "3 1 0 2 4".
     """
 
-    words = '[RUN] ["…"]'
+    positionals = '[RUN] ["…"]'
     count: Annotated[int | None, "N"] = None
     """Responses per prompt (default 1); with --task, problems (default 4)."""
     greedy: bool = False
@@ -329,10 +330,10 @@ class SampleCommand(PolicyCommand):
 
     def execute(self) -> None:
         if self.task:  # the flags of the task are here too, so only the run may stand without a flag
-            first, flags = leading(self.rest)
+            first, flags = split_leading_word(self.other_args)
             words = [] if first is None else [first]
         else:
-            words, flags = plain_words(self.prog(), self.rest, settings_of(type(self)).values()), []
+            words, flags = check_positionals(self.prog(), self.other_args, settings_of(type(self)).values()), []
         if self.model is None and not words:
             raise ConfigError(
                 'RUN is missing: ascent sample RUN "…", or without a run, ascent sample --model FOLDER "…"'

@@ -45,7 +45,7 @@ class ServeCommand(Command):
     --key-file. It listens on this machine alone unless --host says otherwise.
     """
 
-    part, axis = Engine, "engine"
+    extra_settings, extra_prefix = Engine, "engine"
     source: Annotated[str, "RUN|MODEL"]
     """A run's folder, or a model: a folder or a name on the hub."""
     step: Annotated[int | None, "N"] = None
@@ -95,7 +95,7 @@ class ServeCommand(Command):
         run, model = (self.source, None) if of_run else (None, self.source)
         loaded = find_policy(run, model, None, {}, self.step, self.best, **changes)
         listening = (self.host, self.port, key, self.tls_cert, self.tls_key)
-        engine = {name.replace(".", "_"): value for name, value in self.of_part.items()}
+        engine = {name.replace(".", "_"): value for name, value in self.extra_values.items()}
         sizes = (self.rows, self.queue, self.max_context, self.cache)
         serving = ServeSettings(*listening, *sizes, self.engine, engine)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -1,4 +1,4 @@
-"""`ascent train`, `resume`, `preflight`, `rounds` and `compare`: runs are begun, continued or only checked."""
+"""`ascent train`, `resume`, `preflight`, `rounds` and `compare`: start, continue or check runs."""
 
 import json
 import os
@@ -12,8 +12,10 @@ from typing import Annotated, Any, Self
 
 from ascent.api import recognize, resume, start
 from ascent.build.assemble import assemble
+from ascent.build.backends import backend_of
 from ascent.build.trained_run import Run
-from ascent.cli.flags import Command, TrainOptions, parse_train, take
+from ascent.cli.flags import Command, parse_flags
+from ascent.cli.run_flags import TrainOptions, parse_train
 from ascent.core.config import Config
 from ascent.core.errors import ConfigError
 from ascent.distributed.ranks import torchrun_id, torchrun_rank, was_restarted
@@ -21,8 +23,9 @@ from ascent.explain.explain import formula, objective_in_words
 from ascent.runs.display.notebook import for_stream
 from ascent.runs.display.plots import plot_runs
 from ascent.runs.display.terminal import cell_text, table, width, wrapped
-from ascent.runs.run_folder import check_new_folder, write_json
 from ascent.runs.run_info import default_folder
+from ascent.runs.run_reader import init_folder
+from ascent.runs.run_folder import check_new_folder, write_json
 from ascent.settings import PLAIN, ROW_SETTINGS, Setting, row_label, row_needs, spell
 from ascent.workflows.rounds import ROUNDS_FILE, RoundsPlan, begin_rounds, reopen_rounds, run_rounds
 from ascent.workflows.seed_comparison import COSTS, draw_comparison, run_all, summarize_runs
@@ -30,10 +33,10 @@ from ascent.workflows.seed_comparison import COSTS, draw_comparison, run_all, su
 
 @dataclass
 class TrainCommand(Command):
-    """Train a policy; any axis of the menu is a flag."""
+    """Train a policy with a named algorithm, or with one choice per axis."""
 
-    words = "TASK"
-    ranks = True
+    positionals = "TASK"
+    under_torchrun = True
     config: Config
     options: TrainOptions
 
@@ -48,17 +51,17 @@ class TrainCommand(Command):
 class PreflightCommand(TrainCommand):
     """Check a training before it starts: batch sizes, memory, the reward, a first sample, seconds per step."""
 
-    ranks = False
+    under_torchrun = False
 
     def execute(self) -> None:
         with closing(assemble(self.config)) as parts:
             report = parts.preflight()
             if report is not None and not report.refusals:
-                told = len(parts.notes)
+                num_notes = len(parts.notes)
                 parts.resolve_old_logp()
-                report.lines += [f"note       {note}" for note in parts.notes[told:]]
+                report.lines += [f"note       {note}" for note in parts.notes[num_notes:]]
         if report is None:
-            print(plan(parts.config, self.options.out or Path("runs")))
+            print(plan_text(parts.config, self.options.out or Path("runs")))
         else:
             print(report.text())
             report.insist()
@@ -66,9 +69,9 @@ class PreflightCommand(TrainCommand):
 
 @dataclass
 class ResumeCommand(Command):
-    """Resume a run; the result has the same bits as without the interruption."""
+    """Resume a run. The result is bit-identical to an uninterrupted run."""
 
-    ranks = True
+    under_torchrun = True
     run: Path
     """The run's folder."""
     from_: Annotated[int | None, "STEP"] = None
@@ -76,7 +79,7 @@ class ResumeCommand(Command):
 
     def execute(self) -> int | None:
         if self.from_ is None and Run(self.run).status == "finished":
-            if not (self.run / "plot.png").exists():  # it was killed before its curves were drawn
+            if not (self.run / "plot.png").exists():  # the process was killed before it drew the curves
                 plot(Run(self.run))
             print(f"{self.run} is finished: there is nothing to resume. Look closer: ascent show {self.run}")
             return None
@@ -84,27 +87,37 @@ class ResumeCommand(Command):
 
 
 def run_training(config: Config, options: TrainOptions, then: Callable[[Run], None] | None = None) -> int | None:
-    """Train, and `then` do something with the finished run; the exit status, where it is not 0."""
+    """Train and call `then` with the finished run; return an exit status other than 0 if there is one."""
     if options.out is not None and was_restarted() and (options.out / "run.json").exists():
-        begun = Run(options.out)
-        if begun.info.get("launch") == torchrun_id():
+        previous = Run(options.out)
+        if previous.info.get("launch") == torchrun_id():
             recognize(options.out, config)
             return report_end(resume(options.out), then)
-    if not options.dry_run:
-        return report_end(start(config, options.out, for_stream(), options.preflight), then)
+    if options.dry_run:
+        print_dry_run(config, options)
+        return None
+    return report_end(start(config, options.out, for_stream(), options.preflight), then)
+
+
+def print_dry_run(config: Config, options: TrainOptions) -> None:
+    """Print the plan of a run. A language model and its data, which may need the network, are not loaded."""
     folder = options.out or default_folder(config)
     check_new_folder(folder)
     if torchrun_rank():
-        return None
-    with closing(assemble(config)) as parts:
-        print(plan(parts.config, folder))
-    return None
+        return
+    if backend_of(config).words:
+        if config.init is not None:
+            init_folder(config.init)
+    else:
+        with closing(assemble(config)) as parts:
+            config = parts.config
+    print(plan_text(config, folder))
 
 
 def report_end(run: Run, then: Callable[[Run], None] | None = None) -> int | None:
-    """Print how a run ended and what to type next; the exit status, where it is not 0."""
-    for words in (run.result or {}).get("words", []):
-        print(wrapped(words))
+    """Print how a run ended and what to type next; return an exit status other than 0 if there is one."""
+    for paragraph in (run.result or {}).get("words", []):
+        print(wrapped(paragraph))
     if run.status != "finished":
         print(f"Interrupted after {run.info['step']} of {run.info['steps']} steps, and saved.")
         print(f"Resume it: ascent resume {run.folder}")
@@ -117,23 +130,30 @@ def report_end(run: Run, then: Callable[[Run], None] | None = None) -> int | Non
     return None
 
 
-def plan(config: Config, folder: Path) -> str:
-    """What `ascent train` would do."""
-    sampled, updates = config.prompts * config.samples, config.epochs * config.minibatches
+def plan_text(config: Config, folder: Path) -> str:
+    """Return what `ascent train` would do. `auto` is decided when the model or the data are loaded."""
+    responses, updates = config.prompts * config.samples, config.epochs * config.minibatches
     rounds = config.algorithm.groups.rounds
-    more = f", up to {rounds} times where groups have no signal" if rounds > 1 else ""
+    limit = f", up to {rounds} times where groups have no signal" if rounds > 1 else ""
+    if config.data_epochs is not None and backend_of(config).words:
+        length = f"auto steps: {config.data_epochs:g} epochs over the task's rows"
+    else:
+        counts = f"{config.steps * responses:,} responses and {config.steps * updates:,} updates"
+        length = f"{config.steps} steps = {counts}"
+    precision = [f"precision  {config.policy.dtype}"] if hasattr(config.policy, "dtype") else []
     return "\n".join(
         [
             f"task       {spell(config.task)}",
             f"policy     {spell(config.policy)}",
+            *precision,
             f"algorithm  {row_label(config.algorithm)}",
             f"update     {spell(config.algorithm.update)}",
             wrapped(f"objective  {objective_in_words(config.algorithm)}", 11),
             *(f"           {line}" for line in formula(config.algorithm).splitlines()),
-            f"a step     {config.prompts} prompts × {config.samples} samples = {sampled} responses{more};",
+            f"logp_old   {config.old_logp}",
+            f"a step     {config.prompts} prompts × {config.samples} samples = {responses} responses{limit};",
             f"           epochs {config.epochs} × mini-batches {config.minibatches} = updates {updates}",
-            f"the run    {config.steps} steps = {config.steps * sampled:,} responses and "
-            f"{config.steps * updates:,} updates, seed {config.seed}",
+            f"the run    {length}, seed {config.seed}",
             f"folder     {folder}",
         ]
     )
@@ -162,8 +182,8 @@ class RoundsCommand(Command):
     rounds.
     """
 
-    takes_more = True
-    part = RoundsPlan
+    accepts_other_flags = True
+    extra_settings = RoundsPlan
     source: Annotated[str, "TASK|FOLDER"]
     """A task, or the folder of rounds to resume. It comes first."""
     out: Annotated[Path | None, "FOLDER"] = None
@@ -172,11 +192,11 @@ class RoundsCommand(Command):
     """The table as JSON lines, for scripts."""
 
     def execute(self) -> None:
-        reward_model, rest = reward_model_settings(self.rest)
+        reward_model, rest = reward_model_settings(self.other_args)
         if (Path(self.source) / ROUNDS_FILE).exists():
-            if self.rest:
+            if self.other_args:
                 raise ConfigError(
-                    f"{' '.join(self.rest)}: the rounds in {self.source} already have their settings. "
+                    f"{' '.join(self.other_args)}: the rounds in {self.source} already have their settings. "
                     f"Leave this out: ascent rounds {self.source}"
                 )
             rounds = reopen_rounds(Path(self.source))
@@ -184,7 +204,7 @@ class RoundsCommand(Command):
             row = [] if any(arg.partition("=")[0] == "--algorithm" for arg in rest) else ["--algorithm", "grpo"]
             config, _ = parse_train([self.source, *row, *rest], self.prog())
             folder = self.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-rounds"
-            rounds = begin_rounds(folder, config, RoundsPlan(**self.of_part), reward_model)
+            rounds = begin_rounds(folder, config, RoundsPlan(**self.extra_values), reward_model)
         rows = run_rounds(rounds)
         if self.json:
             print("\n".join(json.dumps(row) for row in rows))
@@ -196,7 +216,7 @@ class RoundsCommand(Command):
 def reward_model_settings(args: list[str]) -> tuple[dict[str, Any], list[str]]:
     """--rm.steps 200 -> {"steps": 200} (values are read as JSON where they are JSON), and the words that are left."""
     flags = {arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in args if arg.startswith("--rm.")}
-    values, rest = take(args, [Setting(flag, str, metavar="VALUE") for flag in flags])
+    values, rest = parse_flags(args, [Setting(flag, str, metavar="VALUE") for flag in flags])
     return {flag.removeprefix("rm."): _json_or_text(value) for flag, value in values.items()}, rest
 
 
@@ -221,7 +241,7 @@ class CompareCommand(Command):
     Every other flag of `ascent train TASK` applies to all of them.
     """
 
-    takes_more = True
+    accepts_other_flags = True
     task: str
     """It comes first: ascent compare lecture --algorithms reinforce,rloo,grpo."""
     algorithms: Annotated[str, "NAME,NAME,…"] = ""
@@ -257,7 +277,7 @@ class CompareCommand(Command):
         if not settings:
             raise ConfigError('nothing to compare: set --algorithms reinforce,rloo,grpo, or --setting "…" twice')
         configs: dict[str, Config] = {}
-        shared, rest = take(self.rest, [PLAIN[name] for name in ROW_SETTINGS])
+        shared, rest = parse_flags(self.other_args, [PLAIN[name] for name in ROW_SETTINGS])
         for flags in settings:
             name = " ".join(flags).removeprefix("--algorithm ").replace("--", "")
             if name in configs:

@@ -1,6 +1,6 @@
 """Config: a whole run in one frozen object. `settings.py` makes one from flags, presets and files."""
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from ascent.core.algorithms import MENU, Algorithm
@@ -11,8 +11,8 @@ from ascent.core.types import check_counts
 
 
 @dataclass(frozen=True)
-class Torchrun:
-    """Processes that train one model together, if torchrun has started them: the numbers are those of one process."""
+class RankSettings:
+    """Processes that train one model together under torchrun. Their numbers are those of one process."""
 
     shard: Literal["auto", "replicate", "shard"] = "auto"
     """Where a language model is: replicate, all on every rank; shard, a part on each; auto: in shards if large."""
@@ -86,7 +86,7 @@ class Config:
     """The run stops when the log-probs of sampler and learner differ by more than this on average."""
     track: tuple[str, ...] = ()
     """Trackers that get every metric too: tensorboard, wandb, trackio, mlflow."""
-    ranks: Torchrun = Torchrun()
+    ranks: RankSettings = RankSettings()
     """How several processes share the work, if there are several."""
     threads: int = 0
     """Threads of torch; 0: all cores, or a share where others compute. Another number gives other last bits."""
@@ -159,9 +159,10 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """Every setting, resolved; `settings.flatten` reads it back."""
         axes = {axis: to_dict(getattr(self.algorithm, axis)) for axis in MENU}
-        choices = {name: to_dict(getattr(self, name)) for name in ("task", "policy", "ranks")} | axes
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*choices, "algorithm")}
-        return {**choices, **plain}
+        choices = {name: to_dict(getattr(self, name)) for name in ("task", "policy")} | axes
+        skip = (*choices, "ranks", "algorithm")
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in skip}
+        return {**choices, "ranks": asdict(self.ranks), **plain}
 
 
 _COUNTS = ("steps", "prompts", "samples", "epochs", "minibatches")

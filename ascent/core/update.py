@@ -46,7 +46,7 @@ class Adam(Update):
     """
 
     lr: float = 1e-3
-    """Highest learning rate of the schedule. Short form: --lr."""
+    """Highest learning rate of the schedule."""
     schedule: Schedule = "constant"
     """What the rate does after the warm-up: stay, or fall to 0 over the run."""
     warmup: float = 0.0

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from ascent.core import kl as kl_
 from ascent.core.algorithms import ALGORITHMS, MENU, Algorithm
-from ascent.core.config import Torchrun
 from ascent.core.errors import ConfigError
 from ascent.core.menu import hyperparameters, name_of, nearest
 from ascent.core.values import Valued
@@ -31,7 +30,7 @@ __all__ = ["MenuPage", "explanation", "formula", "latex", "menu_text", "objectiv
 
 WIDTH = 96
 OBJECTIVE = r"\text{objective} = "
-CHOICES: dict[str, tuple[type, ...]] = {"policy": POLICIES, "task": TASKS, "ranks": (Torchrun,)}
+CHOICES: dict[str, tuple[type, ...]] = {"policy": POLICIES, "task": TASKS}
 """What is explained in addition to the axes of an algorithm."""
 
 
@@ -336,7 +335,7 @@ def pages_of(name: str) -> list[MenuPage]:
 def menu_text() -> str:
     """Every name of the menu, with one line for each."""
     lines: list[str] = []
-    for title, axis in (("TASKS", "task"), ("POLICIES", "policy"), ("RANKS  (--ranks)", "ranks")):
+    for title, axis in (("TASKS", "task"), ("POLICIES", "policy")):
         lines += _section(title, *(_item(name_of(cls), first_line(cls), 20) for cls in CHOICES[axis]))
     rows = (_item(name, str(row.words), 20) for name, row in ABOUT_ALGORITHMS.items())
     lines += _section("ALGORITHMS  (--algorithm)", *rows)

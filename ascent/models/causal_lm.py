@@ -104,7 +104,7 @@ class CausalLM:
     """A causal language model of transformers: a folder, or a name on the hub."""
 
     model: str = ""
-    """Folder or hub name of the model. Short form: --model."""
+    """Folder or hub name of the model."""
     dtype: Literal["auto", "float32", "mixed", "bfloat16", "float16"] = "auto"
     """Precision of the parameters; auto: float32 on a CPU; on a GPU, float16 or mixed for a policy all of whose
     parameters are trained, bfloat16 for everything else. mixed: parameters and matrix products in bfloat16, what lies
@@ -135,8 +135,7 @@ class CausalLM:
     rows: int = 0
     """Responses that are decoded at once; 0: chosen for the device. Changes memory, not the distribution."""
     engine: Literal["local", "vllm", "sglang"] = "local"
-    """Who samples: this process, or servers of vLLM or SGLang. Short form: --engine; also of the following, as
-    --engine.url."""
+    """Who samples: this process, or servers of vLLM or SGLang."""
     engine_url: tuple[str, ...] = ()
     """Servers that run already on this machine, such as http://127.0.0.1:8000, or `ascent engine` on others, as
     https://HOST:8443; several share the work."""

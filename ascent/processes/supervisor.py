@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ascent.processes.channel import Channel, PolledChannel, hang_up
+from ascent.processes.torch_variables import torch_variables
 
 END_SECONDS = 5.0
 """Seconds that a supervisor may take to end its child and what that has started."""
@@ -35,6 +36,7 @@ START_SECONDS = 120.0
 """Seconds that a process may take to start and to import what it needs."""
 ALLOWED_VARIABLES = (
     "PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MIMALLOC_PURGE_DECOMMITS",
 )  # fmt: skip
 """Environment variables that such a process sees, beside LC_…, PYTHON… and those that the user names."""
 
@@ -52,7 +54,8 @@ class Limits(NamedTuple):
     def environment(self) -> dict[str, str]:
         """Return the variables of this process that are allowed there; secrets only if the user named them."""
         allowed = {*ALLOWED_VARIABLES, *self.env}
-        return {k: v for k, v in os.environ.items() if k in allowed or k.startswith(("LC_", "PYTHON"))}
+        inherited = {k: v for k, v in os.environ.items() if k in allowed or k.startswith(("LC_", "PYTHON"))}
+        return torch_variables() | inherited
 
 
 class SupervisedProcess:

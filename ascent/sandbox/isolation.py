@@ -37,8 +37,8 @@ ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    "GOMP_SPINCOUNT": "5000",  # see ascent/__init__.py, which would set it on x86
-    "MIMALLOC_PURGE_DECOMMITS": "1",  # torch gives freed memory back, as it does by itself; see ascent/__init__.py
+    "GOMP_SPINCOUNT": "5000",  # see processes/torch_variables.py
+    "MIMALLOC_PURGE_DECOMMITS": "1",  # torch's default: freed memory is returned; see processes/torch_variables.py
 }
 """All that code in a sandbox sees of an environment."""
 FOLDER = "/sandbox"

@@ -33,8 +33,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ascent.cli.dispatch import commands_by_section
 from ascent.cli.main import main as ascent_main
-from ascent.cli.main import sections
 from ascent.runs import run_writer
 from ascent.workflows import seed_comparison as comparison
 from benchmarks.attacks import lives
@@ -192,7 +192,7 @@ def preload() -> None:
     """Import here what every command would import in its fork."""
     for name in PRELOADED:
         import_module(name)
-    sections()
+    commands_by_section()
 
 
 def prepare_fork() -> None:

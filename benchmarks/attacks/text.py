@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from ascent.cli import dispatch
 from ascent.cli import main as cli
 from ascent.cli import runs as commands
 from ascent.core.errors import RunError
@@ -104,7 +105,7 @@ def told(how: str) -> Callable[[Path], str | None]:
             raise RunError(words)
 
         if how == "error":
-            return printed(lambda: cli.guarded(fail))
+            return printed(lambda: dispatch.exit_status(fail))
         if how == "sample":
             row = {
                 "prompt": words,
@@ -123,7 +124,7 @@ def told(how: str) -> Callable[[Path], str | None]:
 
 
 def print_anything() -> None:
-    for module in (display, commands, cli, loaded_policy):
+    for module in (display, commands, dispatch, loaded_policy):
         module.printable = lambda words: words  # type: ignore[attr-defined]
 
 

@@ -67,7 +67,7 @@ class Peer:
 
     def __init__(self, name: str, script: str, work: dict[str, Any]):
         python = environment(name)
-        ours = ("MIMALLOC_", "GOMP_")  # what `import ascent` sets
+        ours = ("MIMALLOC_", "GOMP_")  # what `import benchmarks` sets
         own = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         threads = {"OMP_NUM_THREADS": str(THREADS), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         self.script, self.said = script, tempfile.TemporaryFile()  # noqa: SIM115

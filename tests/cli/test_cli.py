@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ import ascent as library
 from ascent import api
 from ascent.build.trained_run import Run
 from ascent.cli import train as cli
-from ascent.cli.main import commands, guarded, main
+from ascent.cli.dispatch import commands, exit_status
+from ascent.cli.main import main
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.menu import name_of
 from ascent.runs.display import plots
@@ -113,8 +115,44 @@ def test_help_of_every_command_fits_the_terminal(
     assert list(Path().iterdir()) == []
 
 
+def flags_in(text: str) -> list[str]:
+    """The flags that a help text lists."""
+    return re.findall(r"^  (--[\w.-]+)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("task", ["lecture", "sort", "gsm8k", "jsonl", "preferences"])
+def test_help_of_train_has_the_usual_flags_and_help_all_the_rest(task: str, ascent: Any) -> None:
+    usual, every = (flags_in(ascent("train", task, flag).text) for flag in ("--help", "--help-all"))
+    assert len(usual) <= 28 and usual[-1] == "--dry-run"
+    assert [flag for flag in ("--algorithm", "--steps", "--lr", "--out") if flag not in usual] == []
+    assert set(usual) <= set(every) and len(every) == len(set(every)), "no flag twice"
+    assert f"`ascent train {task} --help-all` shows {len(every) - len(usual)} more" in " ".join(
+        ascent("train", task, "--help").text.split()
+    )
+
+
+def test_help_all_of_a_text_task_ends_with_engine_and_sandbox(ascent: Any) -> None:
+    text = ascent("train", "gsm8k", "--help-all").text
+    headings = [line for line in text.splitlines() if line and not line.startswith((" ", "usage", "The flags"))]
+    assert headings[-2:] == ["inference engine", "sandbox for untrusted code"]
+    flags = flags_in(text)
+    assert flags[0] == "--path" and flags[-1] == "--sandbox-packages"
+    assert {"--model", "--lr", "--engine.url"} <= set(flags) and "--policy.engine-url" not in flags
+    assert ascent("train", "gsm8k", "--policy.engine-url", "x", "--engine", "vllm").status == 2, "still a flag"
+
+
+def test_a_dry_run_reads_neither_model_nor_data(ascent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*_: Any, **__: Any) -> None:
+        raise AssertionError("a dry run connects to the network")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    said = ascent("train", "gsm8k", "--model", "nobody/nothing", "--data-epochs", 2, "--dry-run")
+    assert said.status == 0 and "precision  auto" in said.out and "the run    auto steps: 2 epochs" in said.out
+    assert ascent("train", "gsm8k", "--model", "nobody/nothing", "--reward", "python:no.py:f", "--dry-run").status == 2
+
+
 def test_help_of_train_has_every_axis_and_choice(ascent: Any) -> None:
-    text = " ".join(ascent("train", "sort", "--help").text.replace("│", " ").split())
+    text = " ".join(ascent("train", "sort", "--help-all").text.replace("│", " ").split())
     for axis, menu in CHOICES.items():
         assert f"--{axis} NAME" in text
         assert " | ".join(name_of(cls) for cls in menu) in text
@@ -391,8 +429,8 @@ def test_one_process_commands_are_refused_under_torchrun(ascent: Any, monkeypatc
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     said = ascent("list")
-    assert said.status == 2 and "ascent list is work for one process" in said.err
-    assert "With it there are train and resume" in said.err
+    assert said.status == 2 and "ascent list does not run under torchrun" in said.err
+    assert "These commands do: train and resume" in said.err
 
 
 def test_a_reader_that_left_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,7 +439,7 @@ def test_a_reader_that_left_is_no_error(tmp_path: Path, monkeypatch: pytest.Monk
 
     with open(tmp_path / "out", "w") as out:
         monkeypatch.setattr(sys, "stdout", out)
-        assert guarded(broken) == 0
+        assert exit_status(broken) == 0
         print("lost", flush=True)
     assert (tmp_path / "out").read_text() == "", "what is still printed goes nowhere"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import ascent
-from ascent.cli.flags import parse_train
 from ascent.cli.main import main
+from ascent.cli.run_flags import parse_train
 from ascent.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,10 @@ from typing import Annotated, Any, Literal
 import pytest
 
 import ascent.cli
-from ascent.cli.flags import Command, parse_train, take
-from ascent.cli.main import main, sections
+from ascent.cli.dispatch import commands_by_section
+from ascent.cli.flags import Command, parse_flags
+from ascent.cli.main import main
+from ascent.cli.run_flags import parse_train
 from ascent.core.errors import ConfigError
 from ascent.settings import configure, settings_of
 
@@ -79,18 +81,18 @@ def test_a_line_is_read(line: str) -> None:
 
 REFUSED = {
     "": "RUN is missing: The run's folder. Usage: ascent x RUN",
-    "r s": "s: ascent x has no place for this word",
+    "r s": "s: unexpected argument of ascent x",
     "r --stpes 3": "--stpes: ascent x has no such flag. Did you mean --steps?",
-    "r --steps": "--steps needs a value after it: --steps INT",
-    "r --steps --rate 3": "--steps needs a value after it",
+    "r --steps": "--steps needs a value: --steps INT",
+    "r --steps --rate 3": "--steps needs a value",
     "r --steps many": "--steps is 'many': it has to be a whole number",
     "r --steps 2.5": "--steps is '2.5': it has to be a whole number",
     "r --rate fast": "--rate is 'fast': it has to be a number",
     "r --keep-best=yes": "--keep-best is 'yes': it has to be True or False",
     "r --level sequenc": "--level is 'sequenc': it has to be one of token, sequence. Did you mean sequence?",
     "r --bound none": "--bound is 'none': it has to be a number or None",
-    "r --setting": '--setting needs a value after it: --setting "FLAGS"',
-    "r -- --steps": "--steps: ascent x has no",
+    "r --setting": '--setting needs a value: --setting "FLAGS"',
+    "r -- --steps": "--steps: unexpected argument",
 }
 
 
@@ -103,7 +105,7 @@ def test_a_line_is_refused(line: str) -> None:
 
 def test_words_that_belong_to_others_stay_in_their_order() -> None:
     settings = [settings_of(XCommand)["steps"]]
-    assert take(["a", "--x", "1", "--steps", "4", "b", "--", "--steps", "5"], settings) == (
+    assert parse_flags(["a", "--x", "1", "--steps", "4", "b", "--", "--steps", "5"], settings) == (
         {"steps": 4},
         ["a", "--x", "1", "b", "--", "--steps", "5"],
     )
@@ -184,9 +186,9 @@ def greeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A file more in the folder of the commands."""
     (tmp_path / "greet.py").write_text(GREET)
     monkeypatch.setattr(ascent.cli, "__path__", [*ascent.cli.__path__, str(tmp_path)])
-    sections.cache_clear()
+    commands_by_section.cache_clear()
     yield
-    sections.cache_clear()
+    commands_by_section.cache_clear()
 
 
 @pytest.mark.usefixtures("greeting")

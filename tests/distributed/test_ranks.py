@@ -599,10 +599,12 @@ def test_a_reward_model_is_loaded_by_rank_0_alone(tmp_path: Path) -> None:
 
 def test_settings_of_ranks_are_one_group_that_config_json_keeps() -> None:
     config = configure("lecture", {"ranks.shard": "replicate", "ranks.deadline": 30})
-    assert config.to_dict()["ranks"] == {"name": "torchrun", "shard": "replicate", "deadline": 30.0, "gather": 32.0}
+    assert config.to_dict()["ranks"] == {"shard": "replicate", "deadline": 30.0, "gather": 32.0}
     assert config_from(config.to_dict()) == config
     older = {name: value for name, value in config.to_dict().items() if name != "ranks"}
     assert config_from(older).ranks.shard == "auto", "a run from before there were ranks"
+    with pytest.raises(ConfigError, match="--ranks has no value of its own: set its fields"):
+        configure("lecture", {"ranks": "torchrun"})
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import ascent
 from ascent.build.language_backend import LanguageBackend
-from ascent.cli.flags import parse_train
+from ascent.cli.run_flags import parse_train
 from ascent.core.errors import ConfigError
 from ascent.core.groups import Overlong
 from ascent.core.sampling_params import SamplingParams

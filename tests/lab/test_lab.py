@@ -487,7 +487,7 @@ def test_a_turn_is_paid_when_it_is_answered_and_observations_have_no_credit() ->
 
 
 def test_the_command_and_the_snippet_of_a_training_are_its_settings() -> None:
-    from ascent.cli.flags import parse_train
+    from ascent.cli.run_flags import parse_train
     from ascent.settings import configure
 
     state = "world=sort&a.credit=gae&a.kl=0.1&a.entropy=0.3&b.loss=sequence-ratio&b.reward=exact"

@@ -17,7 +17,7 @@ from ascent.build.assemble import assemble
 from ascent.build.reward_loading import bind_task, load_reward_model
 from ascent.build.small_backend import SmallBackend
 from ascent.cli import main as cli
-from ascent.cli.flags import parse_train
+from ascent.cli.run_flags import parse_train
 from ascent.core.errors import ConfigError
 from ascent.runs.alerts.step_alerts import reward_weights
 from ascent.runs.held_out import calibration, calibration_text

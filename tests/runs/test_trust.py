@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 import ascent as library
 from ascent.build.trained_run import Run
 from ascent.cli.main import main
-from ascent.core.config import Config
+from ascent.core.config import Config, RankSettings
 from ascent.core.errors import ConfigError
 from ascent.lab.server import application
 from ascent.runs import run_reader as runs
@@ -351,7 +351,7 @@ def test_each_setting_that_is_more_than_plain_data_needs_trust(text_run: Path, t
 
 def test_every_text_of_a_config_is_plain_data_or_needs_trust_by_name() -> None:
     """A new field of a config, a task or a choice fails here until `PLAIN` says which of its values are plain data."""
-    classes = (Config, RoundsPlan, *TASKS, *(choice for menu in CHOICES.values() for choice in menu))
+    classes = (Config, RankSettings, RoundsPlan, *TASKS, *(choice for menu in CHOICES.values() for choice in menu))
     for cls in classes:
         for name, setting in settings_of(cls).items():
             numbers = set(setting.kinds) <= {int, float, bool, NoneType}

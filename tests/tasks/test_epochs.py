@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import ascent
 from ascent.build.assemble import assemble
 from ascent.build.trained_run import Run
-from ascent.cli.flags import parse_train
+from ascent.cli.run_flags import parse_train
 from ascent.core.errors import ConfigError
 from ascent.runs.display.terminal import Display
 from ascent.runs.run_writer import RunWriter

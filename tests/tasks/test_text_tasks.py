@@ -21,7 +21,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ascent.cli.flags import parse_train
+from ascent.cli.run_flags import parse_train
 from ascent.core.errors import ConfigError, RunError
 from ascent.core.types import Prompts, Rollouts, Space
 from ascent.rewards import tokenized_task

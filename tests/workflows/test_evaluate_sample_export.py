@@ -18,7 +18,8 @@ import torch
 
 import ascent as library
 from ascent.build.trained_run import Run
-from ascent.cli.main import guarded, main
+from ascent.cli.dispatch import exit_status
+from ascent.cli.main import main
 from ascent.core.errors import ConfigError, RunError
 from ascent.models import CausalLM, LanguageModel
 from ascent.rewards.tokenized_task import TokenizedTask
@@ -508,7 +509,7 @@ def test_no_terminal_obeys_what_a_run_recorded(run: Run, ascent: Any, tmp_path: 
         said = ascent("show", folder, *args)
         assert said.status == 0 and "\\x1b" in said.out and not {"\x1b", "\x9b", "\x07"} & set(said.out)
     Lines().say("the reward failed on \x1b[31m")
-    assert guarded(lambda: (_ for _ in ()).throw(RunError("the response \x1b[2J"))) == 1
+    assert exit_status(lambda: (_ for _ in ()).throw(RunError("the response \x1b[2J"))) == 1
     said = capsys.readouterr()
     assert "\x1b" not in said.err and said.err.count("\\x1b") == 2
 

@@ -14,7 +14,7 @@ import ascent
 from ascent.build.assemble import assemble
 from ascent.cli import main as cli
 from ascent.cli import train as training
-from ascent.cli.flags import parse_train
+from ascent.cli.run_flags import parse_train
 from ascent.core.errors import ConfigError, RunError
 from ascent.rewards.small_task import SmallOfflineTask
 from ascent.settings import configure

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 import ascent
 from ascent.build.language_backend import LanguageBackend
-from ascent.cli.flags import parse_train
+from ascent.cli.run_flags import parse_train
 from ascent.core.errors import ConfigError, RunError
 from ascent.core.protocols import PendingRollout, RolloutRequest
 from ascent.core.types import Prompts, Rollouts

@@ -30,6 +30,7 @@ from ascent.build.trained_run import Run
 from ascent.core.config import Config
 from ascent.core.errors import ConfigError, RunError
 from ascent.lab.figures.training.figure import config_of, run_folder, side_settings
+from ascent.processes.torch_variables import torch_variables
 from ascent.processes.user_state import lock_file
 from ascent.runs.display.plots import plot_runs
 from ascent.runs.display.terminal import Lines
@@ -101,7 +102,7 @@ class Trainings:
         write_json(kept / "gate", steps)
         trainer = [sys.executable, "-m", __name__]
         call = [*trainer, str(kept / "gate"), str(self.runs / name), task, json.dumps(settings)]
-        environment = os.environ | {"ASCENT_LAB_KEPT": str(kept), "PYTHONUNBUFFERED": "1"}
+        environment = torch_variables() | os.environ | {"ASCENT_LAB_KEPT": str(kept), "PYTHONUNBUFFERED": "1"}
         self._children = [child for child in self._children if child.poll() is None]
         shell = subprocess.Popen(["sh", "-c", WAIT, "sh", *call], start_new_session=True, env=environment)
         self._children.append(shell)
