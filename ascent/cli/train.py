@@ -23,9 +23,9 @@ from ascent.explain.explain import formula, objective_in_words
 from ascent.runs.display.notebook import for_stream
 from ascent.runs.display.plots import plot_runs
 from ascent.runs.display.terminal import cell_text, table, width, wrapped
+from ascent.runs.run_folder import check_new_folder, write_json
 from ascent.runs.run_info import default_folder
 from ascent.runs.run_reader import init_folder
-from ascent.runs.run_folder import check_new_folder, write_json
 from ascent.settings import PLAIN, ROW_SETTINGS, Setting, row_label, row_needs, spell
 from ascent.workflows.rounds import ROUNDS_FILE, RoundsPlan, begin_rounds, reopen_rounds, run_rounds
 from ascent.workflows.seed_comparison import COSTS, draw_comparison, run_all, summarize_runs

@@ -38,6 +38,7 @@ from ascent.lab.figures import all_figures
 from ascent.lab.figures.training import figure as training
 from ascent.lab.figures.training import routes, trainings
 from ascent.lab.figures.training.trainings import MOST, Gated, Trainings, read_gate
+from ascent.lab.figures.variance import figure as variance_figure
 from ascent.lab.page_base import MOST_BYTES, Json, json_route
 from ascent.lab.pages.lesson import page as lessons
 from ascent.runs.run_folder import RunFolder, write_json
@@ -1006,3 +1007,12 @@ def test_the_printed_address_is_a_name_that_is_answered_to() -> None:
         assert f"{host_name(host)}:1" in host_names(host, 1) and len(host_names(host, 1)) <= 4
     assert host_name("::1") == "[::1]" and host_name("10.0.0.5") == "10.0.0.5"
     assert host_name("0.0.0.0") == socket.gethostname().lower()
+
+
+@pytest.mark.parametrize("rewarded", [1, 2, 3, 18])
+def test_the_axes_of_the_variance_figure_are_orthogonal_and_do_not_depend_on_rounding(rewarded: int) -> None:
+    """With one rewarded response the gradients of all responses are parallel, and an eigenvector is arbitrary."""
+    along, across, _ = variance_figure._frame(rewarded)
+    assert abs(float(along @ across)) < 1e-12 and float(across.norm()) == pytest.approx(1.0)
+    first, second = across.abs().topk(2).values
+    assert float(across[across.abs().argmax()]) > 0 and float(first - second) > 1e-3, "rounding cannot flip the sign"

@@ -135,6 +135,7 @@ def test_what_is_shown_is_what_was_pinned(case: str, tmp_path: Path, monkeypatch
 if __name__ == "__main__":
     import tempfile
 
+    os.environ["COLUMNS"] = "80"
     with tempfile.TemporaryDirectory() as folder:
         made = copied(Path(folder) / "runs")
         with TestClient(application(made)) as client:

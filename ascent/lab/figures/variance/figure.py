@@ -127,17 +127,36 @@ def exact_estimate(rewarded: int, baseline: str, samples: int) -> Estimate | Non
         return None
 
 
+def _widest_direction(vectors: Tensor, probability: Tensor, along: Tensor) -> Tensor | None:
+    """Return the direction of greatest variance orthogonal to `along`; None if the vectors do not leave `along`.
+
+    An eigenvector has an arbitrary sign, which depends on the processor: its largest component is made positive.
+    """
+    orthogonal = vectors - (vectors @ along)[:, None] * along
+    values, directions = torch.linalg.eigh(torch.einsum("y,yd,ye->de", probability, orthogonal, orthogonal))
+    if float(values[-1]) < 1e-9 * float((probability @ vectors.square()).sum()):
+        return None
+    direction = directions[:, -1]
+    return direction * direction[direction.abs().argmax()].sign()
+
+
 @lru_cache(maxsize=32)
 def _frame(rewarded: int) -> tuple[Tensor, Tensor, float]:
-    """The gradient's direction, the widest one orthogonal to it, and how far to look: the same for all baselines."""
+    """Return the two axes of the plot and its half width, which are the same for all baselines.
+
+    The first axis is the direction of the gradient. The second is the direction of greatest variance orthogonal to it,
+    over the gradients of single responses. With one rewarded response these are all parallel to the gradient, so the
+    directions ∇ log π of all responses are used instead.
+    """
     table = exact_oracle(rewarded)
     along = table.gradient / table.gradient.norm()
     score = torch.einsum("yt,ytd->yd", table.batch.mask[0].double(), table.jacobian("logp"))
-    each = table.batch.reward[0] * score - table.gradient
-    flat = each - (each @ along)[:, None] * along
-    _, vectors = torch.linalg.eigh(torch.einsum("y,yd,ye->de", table.probability, flat, flat))
-    across = vectors[:, -1] * vectors[:, -1].sum().sign()
-    farthest = float((table.batch.reward[0] * score).norm(dim=-1).max() / table.gradient.norm())
+    gradients = table.batch.reward[0] * score
+    across = _widest_direction(gradients - table.gradient, table.probability, along)
+    if across is None:
+        across = _widest_direction(score, table.probability, along)
+    assert across is not None
+    farthest = float(gradients.norm(dim=-1).max() / table.gradient.norm())
     return along, across, float(2 ** math.ceil(math.log2(max(2.0, 0.6 * farthest))))  # half of it from two samples
 
 
