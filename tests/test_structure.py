@@ -41,7 +41,7 @@ def test_imports_point_one_way(module: str) -> None:
         ),
         ("core.loop", "from ascent import api", {"api"}),
         ("inference.engine", "from ascent import tasks", {"tasks"}),
-        ("training.small_learner", "from ascent.runs import run", {"runs.run"}),
+        ("training.small_learner", "from ascent.runs import run_reader", {"runs.run_reader"}),
         ("models.small_policies", "from ascent.training.small_learner import SmallLearner", {"training.small_learner"}),
         ("tasks.small.sorting", "from ascent.rewards.judge import Judge", {"rewards.judge"}),
         ("tasks.small.sorting", "from ascent.models import Policy", set()),

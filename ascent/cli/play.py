@@ -1,7 +1,6 @@
 """`ascent play`: a person takes the policy's part in a conversation, or the environment's, in the terminal."""
 
 import math
-import pickle
 import random
 import secrets
 import sys
@@ -366,7 +365,7 @@ def _stand_in(task: Any, bound: Any, words: bool, terminal: Terminal) -> Callabl
             return line
 
         return lambda: Person(terminal, lambda action: action, read)
-    settings = pickle.loads(bound.player.pool.source)[1]
+    settings = bound.player.pool.setup[1]
 
     def tool(name: str) -> Callable[..., str]:
         def answer(**arguments: Any) -> str:
