@@ -27,8 +27,8 @@ from torch import Tensor
 from ascent.ops import decode_ops as formulas
 from ascent.ops import load_kernels
 from ascent.ops.cuda_graphs import CudaGraphs, NoGraphs
-from ascent.ops.decode_ops import Turn
-from ascent.ops.decode_state import LENGTH, PAGE, DecodeState
+from ascent.ops.decode_ops import AttentionParams
+from ascent.ops.decode_state import BLOCK_SIZE, RESPONSE_LENGTH, DecodeState
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.ragged_gpu import LIMIT, MEAN, lengths_of
 from benchmarks.rollouts_gpu import BANDWIDTH, SHAPES
@@ -66,29 +66,29 @@ class Rows:
         self.shared, heads = shape["num_key_value_heads"], shape["num_attention_heads"]
         channel = shape["hidden_size"] // heads
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        need = [n // PAGE + 1 for n in lengths]
+        need = [n // BLOCK_SIZE + 1 for n in lengths]
         like = torch.zeros((), dtype=dtype, device=device)
-        self.board = DecodeState.empty(
+        self.board = DecodeState.allocate(
             layers, self.shared, channel, count, sum(need), max(need), max(lengths) + 1, like
         )
         pages = torch.randperm(sum(need)).split(need)
         for lane, own in enumerate(pages):
-            self.board.table[lane, : len(own)] = own.int()
+            self.board.block_tables[lane, : len(own)] = own.int()
         for cache in (x for pair in self.board.cache.layers.values() for x in pair):
             cache.normal_()
-        self.board.state[LENGTH, : len(lengths)] = torch.tensor(lengths, device=device)
-        self.board.lanes[: len(lengths)] = torch.arange(len(lengths), device=device)
+        self.board.state[RESPONSE_LENGTH, : len(lengths)] = torch.tensor(lengths, device=device)
+        self.board.batch_indices[: len(lengths)] = torch.arange(len(lengths), device=device)
         angle = torch.rand(max(lengths) + 1, channel // 2).repeat(1, 2).to(device) * 6
-        self.turn = Turn(angle.cos().to(dtype), angle.sin().to(dtype), None, channel**-0.5)
+        self.turn = AttentionParams(angle.cos().to(dtype), angle.sin().to(dtype), None, channel**-0.5)
         self.qkv = torch.randn(count, (heads + 2 * self.shared) * channel, device=device).to(dtype)
         self.count, self.layers, self.live = count, layers, len(lengths)
         self.bytes = sum(lengths) * 2 * self.shared * channel * like.element_size()
         self.out: Tensor = like
 
     def attend(self, ops: Any, cut: bool) -> None:
-        parts = ops.share_out(self.board, self.count) if cut else None
+        parts = ops.split_long_rows(self.board, self.count) if cut else None
         for layer in range(self.layers):
-            self.out = ops.attend(self.qkv, self.turn, self.board, layer, parts)
+            self.out = ops.paged_attention(self.qkv, self.turn, self.board, layer, parts)
 
     def found(self) -> Tensor:
         return self.out[: self.live].double().clone()
@@ -120,7 +120,7 @@ def measure(name: str, lengths: list[int], count: int, cut: bool, smoke: bool) -
         replay = graphs.capture(lambda how=how: rows.attend(ops, how))  # type: ignore[misc]
         replay()
         took[how], results[how] = seconds_of(replay, not smoke), rows.found()
-    assert not rows.board.arrived.any()
+    assert not rows.board.finished_splits.any()
     return {
         "shape": name,
         "rows": len(lengths),

@@ -37,7 +37,7 @@ from ascent.build.model_verification import prove
 from ascent.core.sampling_params import SamplingParams
 from ascent.inference.engine import LocalEngine
 from ascent.inference.generation_state import GenerationState
-from ascent.inference.runners.paged import PAGE, PagedRunner
+from ascent.inference.runners.paged import BLOCK_SIZE, PagedRunner
 from ascent.models import CausalLM, LanguageModel
 from benchmarks.common import close, show
 from benchmarks.peers import THREADS
@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     lengths = torch.randint(least, limit + 1, (PROMPTS * options.samples,), generator=generator)
     lengths[0] = limit
     slots = -(-ROWS // options.samples) + 1
-    room = PAGE * (ROWS * -(-limit // PAGE) + slots * -(-max(map(len, prompts)) // PAGE))
+    room = BLOCK_SIZE * (ROWS * -(-limit // BLOCK_SIZE) + slots * -(-max(map(len, prompts)) // BLOCK_SIZE))
     sides = {"before": (ROWS, 0), "reserved": (ROWS, 0), "pages": (len(lengths), room)}
     seconds, computed = ({name: list[float]() for name in sides} for _ in range(2))
     for rows in (ROWS, len(lengths)):

@@ -32,7 +32,7 @@ from ascent.inference.runners.cuda_graph import graph_decoder
 from ascent.models import LanguageModel
 from ascent.models.lm_head import Head, token_stats
 from ascent.models.packed_attention import ours
-from ascent.ops.decode_state import PAGE
+from ascent.ops.decode_state import BLOCK_SIZE
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.rollouts_gpu import BANDWIDTH, SHAPES, SMOKE, model_of, prompts_of
 
@@ -147,7 +147,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_second": int(lengths.sum()) / seconds[-1],
         "tokens": int(lengths.sum()),
         "launches": run.launches,
-        "reserved": schedule.pages.most * PAGE / least["live_most"],
+        "reserved": schedule.pages.most * BLOCK_SIZE / least["live_most"],
         "pages": schedule.pages.count,
         "evictions": schedule.evictions,
         "graphs": len(decoder.graphs),

@@ -108,12 +108,12 @@ def profile(sampler: LocalEngine, rows: int, steps: int = 8) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
-    from ascent.ops.decode_state import LENGTH
+    from ascent.ops.decode_state import RESPONSE_LENGTH
 
     decoder: Any = sampler.decoder
     graph = decoder.graph(rows, sampler.support, False)
     decoder.choose(list(range(rows)))
-    decoder.board.state[LENGTH, :rows] = sampler.limit // 2
+    decoder.board.state[RESPONSE_LENGTH, :rows] = sampler.limit // 2
     with profiled(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(steps):
             graph()

@@ -80,7 +80,7 @@ def draw_from_rounded(on: bool) -> None:
 
     def rounded(self: Any, rows: int, splits: int, support: Any, greedy: bool) -> None:
         hidden, head = self.net.hidden(self.ops, self.board, self.tables, rows, splits), self.net.head
-        self.ops.draw(F.linear(hidden, head.weight, head.bias), self.board, support, greedy)
+        self.ops.sample_next_tokens(F.linear(hidden, head.weight, head.bias), self.board, support, greedy)
 
     CudaGraphRunner.exact_step = step  # type: ignore[attr-defined]
     CudaGraphRunner.step = rounded if on else step  # type: ignore[method-assign]

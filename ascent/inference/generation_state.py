@@ -10,7 +10,7 @@ from ascent.inference.environment_turns import EnvironmentTurns
 from ascent.inference.occupancy import OccupancyTimeline
 from ascent.inference.stop_strings import Stops
 from ascent.models.lm_head import Head
-from ascent.ops.token_sampling import draw_tokens, uniform
+from ascent.ops.token_sampling import sample_tokens, uniform_from_seed
 
 FinishedCallback = Callable[[list[int], list[list[int]]], None]
 """Takes responses that are over, by their numbers, and their tokens."""
@@ -123,10 +123,10 @@ class GenerationState:
         self, logits: Tensor, row: Tensor, t: Tensor, temperature: float, support: SamplingParams, greedy: bool
     ) -> None:
         """Token `t` of each of these responses, which share their settings."""
-        u = None if greedy or self.seeds is None else uniform(self.seeds[row], t).to(logits.device)
+        u = None if greedy or self.seeds is None else uniform_from_seed(self.seeds[row], t).to(logits.device)
         early = t < support.min_tokens
         barred = (early.to(logits.device), self.ends.to(logits.device)) if bool(early.any()) else None
-        token, logp, mass = draw_tokens(logits, temperature, support, u, barred)
+        token, logp, mass = sample_tokens(logits, temperature, support, u, barred)
         self.token[row, t], self.logp[row, t] = token.cpu(), logp.float().cpu()
         if self.mass is not None and mass is not None:
             self.mass[row, t] = mass.float().cpu()

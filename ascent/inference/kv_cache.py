@@ -21,7 +21,7 @@ from torch import Tensor
 from ascent.inference.scheduler import Scheduler
 from ascent.inference.sequence import Sequence
 from ascent.models.packed_attention import Spans, segment_kernel, send
-from ascent.ops.kv_cache import Cache, Pair
+from ascent.ops.paged_kv_cache import PagedKVCache, TensorPair
 
 DENSE = 0.75
 """Share of a stretch of pages that has to be wanted for it to be read where it lies; else what is wanted is copied."""
@@ -49,7 +49,7 @@ class Extending:
     fused: Any = None
     """What attends to all segments at once; False if nothing does. None: not found out yet."""
 
-    def __init__(self, cache: Cache, segments: GenericSequence[Segment], device: torch.device):
+    def __init__(self, cache: PagedKVCache, segments: GenericSequence[Segment], device: torch.device):
         self.cache = cache
         self.queries = [part.count for part in segments]
         self.keys = [part.keys + part.start + part.count for part in segments]
@@ -80,12 +80,12 @@ class Extending:
         _, seen, keys, before = about[:, :4].t()
         position = torch.arange(total, device=about.device) - (last.cumsum(0) - seen)[segment]
         own = position - keys[segment]
-        is_own, size = own >= 0, self.cache.size
+        is_own, size = own >= 0, self.cache.block_size
         column = torch.where(is_own, before[segment] + own // size, position // size)
         return about[segment, 4 + column], torch.where(is_own, own, position) % size, position
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        keys, values = self.cache.at(layer, k, v)
+        keys, values = self.cache.layer_blocks(layer, k, v)
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [token head channel]
         keys[self.page, :, self.offset], values[self.page, :, self.offset] = k, v
         if not self.alone:
@@ -123,7 +123,7 @@ class Encodes(Protocol):
 
 
 def extend(
-    lm: Encodes, cache: Cache, tokens: GenericSequence[GenericSequence[int]], segments: GenericSequence[Segment]
+    lm: Encodes, cache: PagedKVCache, tokens: GenericSequence[GenericSequence[int]], segments: GenericSequence[Segment]
 ) -> Tensor:
     """Tokens join their rows' pages; returned is the hidden state after the last of each."""
     hidden: list[Tensor] = []
@@ -196,7 +196,7 @@ class PageBlock:
         """`[level·row]`: where among `[page·reader]` a row has its part of a level; None: in order."""
         self.absent = send(torch.tensor(places) < 0, device)[..., None, None] if -1 in where else None
         """`[level row 1 1]`: rows that have no such page; None: all have it."""
-        self.views: dict[int, Pair] = {}
+        self.views: dict[int, TensorPair] = {}
         """By layer, keys and values that are read where they lie."""
 
     def look(self, tokens: Tensor, size: int) -> None:
@@ -204,7 +204,7 @@ class PageBlock:
         seen = torch.where(self.base < 0, 1, tokens[self.owner] - self.base).clamp(max=size)
         self.bias, self.seen = _bias(seen)
 
-    def attend(self, layer: int, q: Tensor, cache: Pair, scale: float) -> Pair:
+    def attend(self, layer: int, q: Tensor, cache: TensorPair, scale: float) -> TensorPair:
         """Of queries `[row head repeat channel]`: attention `[level row head repeat channel]`, and log-sum-exps.
 
         A row without a page gets nothing of it, to the bit, whatever is there.
@@ -224,7 +224,7 @@ class PageBlock:
             out, log = out.masked_fill(self.absent.unsqueeze(-1), 0.0), log.masked_fill(self.absent, -math.inf)
         return out, log
 
-    def _paged(self, layer: int, cache: Pair) -> Pair:
+    def _paged(self, layer: int, cache: TensorPair) -> TensorPair:
         """Keys and values of these pages."""
         if not isinstance(self.pages, slice):
             return cache[0][self.pages], cache[1][self.pages]
@@ -263,7 +263,7 @@ class Decoding:
     nothing is padded to the longest row. Pages that are nobody's are read for nothing, as long as there are few.
     """
 
-    def __init__(self, cache: Cache, device: torch.device):
+    def __init__(self, cache: PagedKVCache, device: torch.device):
         self.cache, self.device = cache, device
 
     def arrange(self, rows: GenericSequence[Sequence], schedule: Scheduler) -> None:
@@ -271,13 +271,13 @@ class Decoding:
         members: dict[int, list[int]] = {}
         for i, row in enumerate(rows):
             members.setdefault(row.prompt, []).append(i)
-        how = (len(rows), self.cache.size, self.device)
+        how = (len(rows), self.cache.block_size, self.device)
         prompts = _blocks([Held(schedule.prompts[prompt], those) for prompt, those in members.items()], *how)
         self.own = _blocks([Held(row.pages, [i]) for i, row in enumerate(rows)], *how)
         self.blocks = [*self.own, *prompts]
         self.prompt_keys = self._send([schedule.keys[row.prompt] for row in rows])
         for block in prompts:
-            block.look(self.prompt_keys, self.cache.size)
+            block.look(self.prompt_keys, self.cache.block_size)
         last = [row.pages[-1] for row in rows]
         self.last = self._send(last)
         self.in_order = last == list(range(last[0], last[0] + len(last)))
@@ -289,25 +289,25 @@ class Decoding:
         """What every layer of this step needs; the new tokens' positions. Row.length does not count them yet."""
         length = self._send([row.length for row in rows])
         for block in self.own:
-            block.look(length + 1, self.cache.size)
-        first, offset = rows[0].pages[-1], rows[0].length % self.cache.size
-        self.new: tuple[Any, ...] = (self.last, slice(None), length % self.cache.size)
+            block.look(length + 1, self.cache.block_size)
+        first, offset = rows[0].pages[-1], rows[0].length % self.cache.block_size
+        self.new: tuple[Any, ...] = (self.last, slice(None), length % self.cache.block_size)
         """Where keys and values of the new tokens are written."""
-        if self.in_order and all(row.length % self.cache.size == offset for row in rows):
+        if self.in_order and all(row.length % self.cache.block_size == offset for row in rows):
             self.new = (slice(first, first + len(rows)), slice(None), offset)
         return self.prompt_keys + length
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         rows, heads, _, channel = q.shape
         shared = k.shape[1]
-        keys, values = cache = self.cache.at(layer, k, v)
+        keys, values = cache = self.cache.layer_blocks(layer, k, v)
         keys[self.new], values[self.new] = k[:, :, 0], v[:, :, 0]
         q = q.reshape(rows, shared, heads // shared, channel)
         found = [block.attend(layer, q, cache, scale) for block in self.blocks]
         return _weighed(found).to(q.dtype).reshape(rows, 1, heads, channel)
 
 
-def _weighed(blocks: list[Pair]) -> Tensor:
+def _weighed(blocks: list[TensorPair]) -> Tensor:
     """Attention to the levels of blocks, by the sums of their scores. The first, of own tokens, every row has."""
     if sum(len(out) for out, _ in blocks) > FEW:
         out, log = (torch.cat(some) for some in zip(*blocks, strict=True))
@@ -329,7 +329,7 @@ def _bias(length: Tensor) -> tuple[Tensor | None, int]:
     return torch.zeros_like(beyond, dtype=torch.float32).masked_fill(beyond, float("-inf"))[:, None, None], width
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Pair:
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> TensorPair:
     """softmax(q·kᵀ + bias)·v, and the log-sum-exp of its scores in float32 or better."""
     if q.device.type == "cpu" and q.dtype == torch.float32:
         bias = None if bias is None else bias.expand(*q.shape[:3], k.shape[2])

@@ -19,7 +19,7 @@ from ascent.inference.kv_cache import Extending
 from ascent.models.decoder_model import DecoderModel, Layer, norm_heads
 from ascent.models.packed_attention import Spans
 from ascent.ops.cuda_graphs import Graphs, power_above, size_above
-from ascent.ops.kv_cache import Cache, Pair
+from ascent.ops.paged_kv_cache import PagedKVCache, TensorPair
 
 SIZES = 24
 """Sizes that are captured, at most; further ones are launched."""
@@ -48,10 +48,10 @@ class PassSize(NamedTuple):
 class FixedLayout:
     """What `Prefill` asks a layout for, in a captured pass: tensors that stay where they are."""
 
-    cache: Cache
+    cache: PagedKVCache
     page: Tensor
     offset: Tensor
-    seen: Pair
+    seen: TensorPair
     spans: Spans
     fused: Any
 
@@ -76,7 +76,7 @@ class Prefill:
 
     net: DecoderModel
     ops: ModuleType
-    tables: list[Pair]
+    tables: list[TensorPair]
     passes: CapturedPasses
 
     @property
@@ -98,7 +98,7 @@ class Prefill:
         passes.used[size] += 1
         if size.tokens > passes.most or passes.used[size] < 2 or len(passes.by_size) >= SIZES:
             return False
-        return layout.fuses(self.net.embedding.new_empty(0, 1, self.net.channel)) and layout.fused.captured
+        return layout.fuses(self.net.embedding.new_empty(0, 1, self.net.head_dim)) and layout.fused.captured
 
     def through(self, ids: Tensor, positions: Tensor, layout: Extending | FixedLayout) -> Tensor:
         net, ops = self.net, self.ops
@@ -106,20 +106,20 @@ class Prefill:
 
         def attend(i: int, layer: Layer, qkv: Tensor) -> Tensor:
             pages = layout.cache.layers[i]
-            if layer.norms_qk is not None and not layer.norms_all(net.channel):
-                qkv = norm_heads(qkv, layer.norms_qk, net.heads)
-            q = ops.place_given(qkv, *turns[id(self.tables[i])], layout.page, layout.offset, pages)
-            k, v = ops.gather_keys(pages, *layout.seen)
+            if layer.qk_norms is not None and not layer.norms_across_heads(net.head_dim):
+                qkv = norm_heads(qkv, layer.qk_norms, net.num_kv_heads)
+            q = ops.rotate_and_write_kv(qkv, *turns[id(self.tables[i])], layout.page, layout.offset, pages)
+            k, v = ops.gather_kv(pages, *layout.seen)
             return layout.mix(q, k, v, layer.scale).flatten(1)
 
-        return net.through(ops, ids, attend)
+        return net.forward(ops, ids, attend)
 
 
 class CapturedPass:
     """A pass over up to so many tokens, in one launch."""
 
     def __init__(self, prefill: Prefill, size: PassSize, ids: Tensor, layout: Extending):
-        self.size, self.nobodys = size, layout.cache.pages - 1
+        self.size, self.nobodys = size, layout.cache.num_blocks - 1
         self.parts = self._padded(ids, layout)
         self.out = ids  # until the first pass
         ids, positions, page, offset, seen_page, seen_offset, queries, keys = self.parts

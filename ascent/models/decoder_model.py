@@ -28,16 +28,16 @@ from ascent.models.causal_lm import backbone_of, is_mixed
 from ascent.models.lm_head import Head
 from ascent.models.lora import Copies, Lookup, beside, is_adapter, lookup, taken_apart
 from ascent.models.quantization import FourBit, not_packed
-from ascent.ops.decode_ops import Norm, Turn, add_norm
-from ascent.ops.decode_state import LAST, DecodeState
-from ascent.ops.kv_cache import Pair
+from ascent.ops.decode_ops import AttentionParams, NormParams, add_rms_norm
+from ascent.ops.decode_state import LAST_TOKEN, DecodeState
+from ascent.ops.paged_kv_cache import TensorPair
 
 STEADY = ("default", "linear", "llama3", "yarn")
 """Rotary positions that do not depend on how long a sequence is."""
 MATRICES = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 KNOWN_PARTS = {"self_attn", "mlp", "act_fn", "activation_fn", "q_norm", "k_norm", *MATRICES, *NORMS}
-GAP = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+MAX_HIDDEN_ERROR = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 """How far hidden states may be apart by rounding alone, relative to their size."""
 
 
@@ -48,7 +48,7 @@ class UnsupportedArchitectureError(Exception):
 class Matrix(Protocol):
     """Matrices that read the same states, as one."""
 
-    def __call__(self, x: Tensor, ops: Any, parts: bool = False) -> Tensor: ...
+    def __call__(self, x: Tensor, ops: Any, split_k: bool = False) -> Tensor: ...
 
     def gated(self, x: Tensor, ops: Any, gelu: bool) -> Tensor:
         """act(gate)·up of x, where they are gate and up."""
@@ -64,36 +64,34 @@ class Layer:
     o: Matrix
     gate_up: Matrix
     down: Matrix
-    before: tuple[Norm | None, Norm | None]
+    pre_norms: tuple[NormParams | None, NormParams | None]
     """Of what goes into the attention, and into the MLP; so too of what comes out of them."""
-    after: tuple[Norm | None, Norm | None]
-    norms_qk: tuple[Norm, Norm] | None
+    post_norms: tuple[NormParams | None, NormParams | None]
+    qk_norms: tuple[NormParams, NormParams] | None
     scale: float
 
-    def norms_all(self, channel: int) -> bool:
+    def norms_across_heads(self, channel: int) -> bool:
         """Are the queries of all heads normed together, and so the keys?"""
-        return self.norms_qk is not None and len(self.norms_qk[0].weight) != channel
+        return self.qk_norms is not None and len(self.qk_norms[0].weight) != channel
 
 
 @dataclass(frozen=True)
 class DecoderModel:
     """A model of these kinds."""
 
-    words: Lookup
-    times: float
-    """What words are multiplied by."""
+    embed_tokens: Lookup
+    embedding_scale: float
     layers: list[Layer]
-    norm: Norm
+    norm: NormParams
     head: Head
-    heads: int
-    """Of keys and values."""
-    channel: int
+    num_kv_heads: int
+    head_dim: int
     rotary: Any
-    rotations: list[str | None]
+    layer_types: list[str | None]
     """By layer the kind of its rotation, where there are several."""
     gelu: bool
-    mixed: bool
-    """Is x in float32, whatever the parameters are in?"""
+    float32_residual: bool
+    """Whether the residual stream is float32, whatever the dtype of the parameters."""
     copies: Copies
     """Of adapters; to be made again when these have changed."""
 
@@ -111,108 +109,110 @@ class DecoderModel:
         backbone, copies = backbone_of(model), Copies()
         first, rotary = backbone.layers[0], backbone.rotary_emb
         layers = [_layer(layer, copies, join) for layer in backbone.layers]
-        words = lookup(model.get_input_embeddings(), copies)
+        embed_tokens = lookup(model.get_input_embeddings(), copies)
         copies.make()
         both = sum(taken_apart(matrix)[0].out_features for matrix in _reading(first.self_attn, "qkv_proj"))
         channel = first.self_attn.head_dim
         return cls(
-            words=words,
-            times=_times(model.get_input_embeddings()),
+            embed_tokens=embed_tokens,
+            embedding_scale=_embedding_scale(model.get_input_embeddings()),
             layers=layers,
             norm=_norm(backbone.norm),
             head=Head.of(model),
-            heads=(both - taken_apart(first.self_attn.o_proj)[0].in_features) // channel // 2,
-            channel=channel,
+            num_kv_heads=(both - taken_apart(first.self_attn.o_proj)[0].in_features) // channel // 2,
+            head_dim=channel,
             rotary=rotary,
-            rotations=list(backbone.config.layer_types) if _several(rotary) else [None] * len(layers),
+            layer_types=list(backbone.config.layer_types) if _several(rotary) else [None] * len(layers),
             gelu=_gelu(first.mlp),
-            mixed=is_mixed(model),
+            float32_residual=is_mixed(model),
             copies=copies,
         )
 
     @property
     def embedding(self) -> Tensor:
-        return self.words.weight
+        return self.embed_tokens.weight
 
-    def tables(self, longest: int) -> list[Pair]:
+    def rotary_cache(self, longest: int) -> list[TensorPair]:
         """By layer, cosines and sines `[position channel]`, rounded as the model rounds them."""
-        return self.turns(torch.arange(longest, device=self.embedding.device))
+        return self.rotary_tables(torch.arange(longest, device=self.embedding.device))
 
-    def turns(self, positions: Tensor) -> list[Pair]:
+    def rotary_tables(self, positions: Tensor) -> list[TensorPair]:
         """The same at these positions."""
-        like, found = self.embedding.new_empty(1, dtype=torch.float32 if self.mixed else None), {}
-        for kind in dict.fromkeys(self.rotations):
+        like, found = self.embedding.new_empty(1, dtype=torch.float32 if self.float32_residual else None), {}
+        for kind in dict.fromkeys(self.layer_types):
             cos, sin = self.rotary(like, positions[None], *([] if kind is None else [kind]))
-            if cos.shape[-1] != self.channel:
+            if cos.shape[-1] != self.head_dim:
                 raise UnsupportedArchitectureError("only a part of its channels is rotated")
             found[kind] = cos[0].contiguous(), sin[0].contiguous()
-        return [found[kind] for kind in self.rotations]
+        return [found[kind] for kind in self.layer_types]
 
     def addresses(self) -> tuple[int, ...]:
         """Where the parameters lie: a captured graph is good for these alone."""
-        norms: list[Norm | None] = [self.norm]
-        parts: list[Any] = [*self.words, self.head.weight, self.head.bias]
+        norms: list[NormParams | None] = [self.norm]
+        parts: list[Any] = [*self.embed_tokens, self.head.weight, self.head.bias]
         for layer in self.layers:
             matrices: list[Any] = [layer.qkv, layer.o, layer.gate_up, layer.down]
             parts += [part for matrix in matrices for part in matrix]
-            norms += [*layer.before, *layer.after, *(layer.norms_qk or ())]
+            norms += [*layer.pre_norms, *layer.post_norms, *(layer.qk_norms or ())]
         parts += [norm.weight for norm in norms if norm is not None]
         return tuple(part.data_ptr() for part in parts if isinstance(part, Tensor))
 
     def hidden(
-        self, ops: ModuleType, board: DecodeState, tables: list[Pair], rows: int, uneven: bool = False
+        self, ops: ModuleType, board: DecodeState, tables: list[TensorPair], rows: int, uneven: bool = False
     ) -> Tensor:
         """The last hidden states after the next token of the first `rows` rows. Host and device never wait.
 
         `uneven`: share out rows, so that the longest does not keep the others waiting.
         """
-        parts = ops.share_out(board, rows) if uneven else None
+        parts = ops.split_long_rows(board, rows) if uneven else None
 
         def attend(i: int, layer: Layer, qkv: Tensor) -> Tensor:
-            norms = None if layer.norms_all(self.channel) else layer.norms_qk
-            return ops.attend(qkv, Turn(*tables[i], norms, layer.scale), board, i, parts)
+            norms = None if layer.norms_across_heads(self.head_dim) else layer.qk_norms
+            return ops.paged_attention(qkv, AttentionParams(*tables[i], norms, layer.scale), board, i, parts)
 
-        return self.through(ops, board.state[LAST][board.lanes[:rows]], attend)
+        return self.forward(ops, board.state[LAST_TOKEN][board.batch_indices[:rows]], attend)
 
-    def through(self, ops: Any, ids: Tensor, attend: Callable[[int, Layer, Tensor], Tensor]) -> Tensor:
+    def forward(self, ops: Any, ids: Tensor, attend: Callable[[int, Layer, Tensor], Tensor]) -> Tensor:
         """Hidden states of these tokens; `attend` mixes what the queries, keys and values of a layer are for."""
-        x, y = self.words(ids), None
-        x = x if self.times == 1 else x * self.times
-        x = x.float() if self.mixed else x
+        x, y = self.embed_tokens(ids), None
+        x = x if self.embedding_scale == 1 else x * self.embedding_scale
+        x = x.float() if self.float32_residual else x
         for i, layer in enumerate(self.layers):
-            x, h = _into(ops, x, y, layer.before[0])
+            x, h = _into(ops, x, y, layer.pre_norms[0])
             qkv = layer.qkv(h, ops)
-            if layer.norms_qk is not None and layer.norms_all(self.channel):
-                q, k, v = qkv.split([*(len(norm.weight) for norm in layer.norms_qk), self.heads * self.channel], -1)
-                pairs = zip((q, k), layer.norms_qk, strict=True)
-                q, k = (ops.add_norm(part.contiguous(), None, *norm)[1] for part, norm in pairs)
+            if layer.qk_norms is not None and layer.norms_across_heads(self.head_dim):
+                q, k, v = qkv.split(
+                    [*(len(norm.weight) for norm in layer.qk_norms), self.num_kv_heads * self.head_dim], -1
+                )
+                pairs = zip((q, k), layer.qk_norms, strict=True)
+                q, k = (ops.add_rms_norm(part.contiguous(), None, *norm)[1] for part, norm in pairs)
                 qkv = torch.cat([q, k, v], -1)
-            y = _out(ops, layer.o, attend(i, layer, qkv), layer.after[0])
-            x, h = _into(ops, x, y, layer.before[1])
-            y = _out(ops, layer.down, layer.gate_up.gated(h, ops, self.gelu), layer.after[1])
+            y = _out(ops, layer.o, attend(i, layer, qkv), layer.post_norms[0])
+            x, h = _into(ops, x, y, layer.pre_norms[1])
+            y = _out(ops, layer.down, layer.gate_up.gated(h, ops, self.gelu), layer.post_norms[1])
         return _into(ops, x, y, self.norm)[1]
 
 
-def _into(ops: Any, x: Tensor, y: Tensor | None, norm: Norm | None) -> Pair:
+def _into(ops: Any, x: Tensor, y: Tensor | None, norm: NormParams | None) -> TensorPair:
     """x + y, and what goes on from there."""
     if norm is not None:
-        return ops.add_norm(x, y, *norm)
+        return ops.add_rms_norm(x, y, *norm)
     x = x if y is None else x + y
     return x, x
 
 
-def _out(ops: Any, matrix: Matrix, h: Tensor, norm: Norm | None) -> Tensor:
+def _out(ops: Any, matrix: Matrix, h: Tensor, norm: NormParams | None) -> Tensor:
     """What is added to x: where it is not normed, the norm behind that sum takes it in parts."""
     if norm is None:
-        return matrix(h, ops, parts=True)
-    return ops.add_norm(matrix(h, ops).contiguous(), None, *norm)[1]
+        return matrix(h, ops, split_k=True)
+    return ops.add_rms_norm(matrix(h, ops).contiguous(), None, *norm)[1]
 
 
-def norm_heads(qkv: Tensor, norms: tuple[Norm, Norm], shared: int) -> Tensor:
+def norm_heads(qkv: Tensor, norms: tuple[NormParams, NormParams], shared: int) -> Tensor:
     """The same with each head of queries and keys normed."""
     parts = qkv.view(len(qkv), -1, len(norms[0].weight))
     *both, v = parts.split([parts.shape[1] - 2 * shared, shared, shared], 1)
-    normed = [add_norm(part, None, *norm)[1] for part, norm in zip(both, norms, strict=True)]
+    normed = [add_rms_norm(part, None, *norm)[1] for part, norm in zip(both, norms, strict=True)]
     return torch.cat([*normed, v], 1).flatten(1)
 
 
@@ -238,7 +238,7 @@ def check_like(model: Any) -> None:
     for kind in kinds:
         if kind not in STEADY:
             raise UnsupportedArchitectureError(f"its rotary positions are {kind}")
-    _times(model.get_input_embeddings())
+    _embedding_scale(model.get_input_embeddings())
     own = {id(p) for name, p in model.named_parameters() if not is_adapter(name)}
     frozen = [p for p in not_packed(model) if id(p) in own]
     if len({p.dtype for p in frozen}) > 1 or len({p.device for p in model.parameters()}) > 1:
@@ -258,12 +258,12 @@ def _reading(parent: Any, joined: str) -> list[Any]:
     return [getattr(parent, name) for name in names]
 
 
-def _norm(module: Any) -> Norm:
+def _norm(module: Any) -> NormParams:
     if getattr(module, "bias", None) is not None or getattr(module, "weight", None) is None:
         raise UnsupportedArchitectureError("its norms have a bias, or no weight")
     eps = float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
     kind: Any = type(module)
-    return Norm(module.weight, eps, _form(kind))
+    return NormParams(module.weight, eps, _form(kind))
 
 
 @cache
@@ -278,7 +278,9 @@ def _form(kind: Any) -> float | None:
         own = kind.forward(module, x)
     except Exception:  # whatever a class that is made in another way does
         return None
-    return min((None, 0.0, 1.0), key=lambda add: float((add_norm(x, None, weight[0], 1e-6, add)[1] - own).abs().sum()))
+    return min(
+        (None, 0.0, 1.0), key=lambda add: float((add_rms_norm(x, None, weight[0], 1e-6, add)[1] - own).abs().sum())
+    )
 
 
 def _gelu(mlp: Any) -> bool:
@@ -290,7 +292,7 @@ def _gelu(mlp: Any) -> bool:
     raise UnsupportedArchitectureError("the activation of its MLPs is neither SiLU nor GELU by its tanh")
 
 
-def _times(embedding: Any) -> float:
+def _embedding_scale(embedding: Any) -> float:
     """What words are multiplied by."""
     plain = taken_apart(embedding)[0]
     if type(plain) is nn.Embedding:
@@ -325,7 +327,9 @@ def _check(layer: Any, channel: int) -> None:
             raise UnsupportedArchitectureError("its norms of queries and keys are neither a head's nor of all heads")
 
 
-def _norms(layer: Any) -> tuple[tuple[Norm | None, Norm | None], tuple[Norm | None, Norm | None]]:
+def _norms(
+    layer: Any,
+) -> tuple[tuple[NormParams | None, NormParams | None], tuple[NormParams | None, NormParams | None]]:
     """Before and after the attention and the MLP; a norm's name says where it is only if one knows the others."""
     second = _norm(layer.post_attention_layernorm)
     if not hasattr(layer, "post_feedforward_layernorm"):
@@ -344,8 +348,8 @@ def _layer(layer: Any, copies: Copies, join: Join) -> Layer:
         o=join([attention.o_proj], copies),
         gate_up=join(_reading(mlp, "gate_up_proj"), copies),
         down=join([mlp.down_proj], copies),
-        before=before,
-        after=after,
-        norms_qk=(_norm(attention.q_norm), _norm(attention.k_norm)) if hasattr(attention, "q_norm") else None,
+        pre_norms=before,
+        post_norms=after,
+        qk_norms=(_norm(attention.q_norm), _norm(attention.k_norm)) if hasattr(attention, "q_norm") else None,
         scale=float(attention.scaling),
     )

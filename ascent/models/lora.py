@@ -88,11 +88,11 @@ class StackedLinear(NamedTuple):
     ranks: tuple[int, ...] = ()
     """Of each matrix: columns of h that it alone reads, one after the other."""
 
-    def __call__(self, x: Tensor, ops: Any, parts: bool = False) -> Tensor:
-        """`parts`: the sum may be left in parts (`linear` in sampling/step.py)."""
+    def __call__(self, x: Tensor, ops: Any, split_k: bool = False) -> Tensor:
+        """`split_k`: the kernel may return partial sums (`linear` in decode_ops.py)."""
         if self.b is None:
-            return ops.linear(x, self.weight, self.bias, parts)
-        return ops.adapted(self.base(x, ops), self.b)
+            return ops.linear(x, self.weight, self.bias, split_k)
+        return ops.add_lora(self.base(x, ops), self.b)
 
     def base(self, x: Tensor, ops: Any) -> Tensor:
         """x·Wᵀ, and behind it h if there is an adapter."""
@@ -103,8 +103,8 @@ class StackedLinear(NamedTuple):
         if self.b is None:
             return ops.gated_linear(x, self.weight, self.bias, gelu)
         if len(self.ranks) == 1:  # one adapter for gate and up
-            return ops.gated(self(x, ops).contiguous(), gelu=gelu)
-        return ops.gated(self.base(x, ops), self.b, self.ranks, gelu)
+            return ops.gated_activation(self(x, ops).contiguous(), gelu=gelu)
+        return ops.gated_activation(self.base(x, ops), self.b, self.ranks, gelu)
 
     @staticmethod
     def adapted(whole: Tensor, b: Tensor) -> Tensor:
@@ -124,13 +124,13 @@ class PackedStackedLinear(NamedTuple):
     """`[rank in]`"""
     b: Tensor | None = None
 
-    def __call__(self, x: Tensor, ops: Any, parts: bool = False) -> Tensor:
+    def __call__(self, x: Tensor, ops: Any, split_k: bool = False) -> Tensor:
         x = x.to(self.dtype)
         y = packed_product(x, self.packed, self.scale, self.bias)
         return y if self.a is None or self.b is None else y.addmm_(x @ self.a.t(), self.b.t())
 
     def gated(self, x: Tensor, ops: Any, gelu: bool) -> Tensor:
-        return ops.gated(self(x, ops), gelu=gelu)
+        return ops.gated_activation(self(x, ops), gelu=gelu)
 
 
 class Lookup(NamedTuple):

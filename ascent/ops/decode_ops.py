@@ -1,12 +1,10 @@
-"""The parts of a decoding step on static state, in plain torch. model.py puts them together for each architecture.
+"""Operators of a decode step, in PyTorch: the reference for the Triton kernels of triton_decoding.py.
 
-A lane is a place for one running response: its state, its output, and a table of the pages that hold its keys and
-values, its prompt's first and then its own. Which lanes a step works on is itself a tensor, so a graph that was
-captured once serves any of them at any length, and a lane is given to another response by writing its column of
-`state` and its row of `table`.
+`DecoderModel` composes them for each architecture. They read and write a `DecodeState`. The batch indices of a step
+are a tensor, so that one captured CUDA graph serves any sequences of any length. A batch index is reused for another
+response by writing its column of `state` and its row of `block_tables`.
 
-`add_norm`, `linear`, `gated_linear`, `adapted`, `gated`, `place_given`, `gather_keys`, `attend` and `draw` say what
-kernels/decoding.py computes, and stand in for it without Triton.
+Without Triton these functions run instead of the kernels of the same names.
 """
 
 from __future__ import annotations
@@ -19,140 +17,163 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ascent.core.sampling_params import SamplingParams
-from ascent.ops.decode_state import DONE, GIVEN, KNOWN, LAST, LENGTH, PAGE, SEED, DecodeState
-from ascent.ops.kv_cache import Pair
-from ascent.ops.token_sampling import draw_tokens, uniform
+from ascent.ops.decode_state import (
+    BLOCK_SIZE,
+    FINISHED_LENGTH,
+    FORCED_LENGTH,
+    LAST_TOKEN,
+    PROMPT_LENGTH,
+    RESPONSE_LENGTH,
+    SEED,
+    DecodeState,
+)
+from ascent.ops.paged_kv_cache import TensorPair
+from ascent.ops.token_sampling import sample_tokens, uniform_from_seed
 
 
-class Norm(NamedTuple):
-    """An RMS norm of a model."""
+class NormParams(NamedTuple):
+    """Parameters of an RMSNorm."""
 
     weight: Tensor
     eps: float
-    add: float | None = None
-    """None: what is normed is rounded, and then times the weight. Else it is times add + weight, and then rounded."""
+    weight_offset: float | None = None
+    """None: round x/RMS(x) to the dtype of x, then multiply by the weight (Llama). A number: multiply by
+    weight_offset + weight, then round (Gemma adds 1)."""
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What attention needs besides the caches: rotary tables `[position channel]`, norms of queries and keys, scale."""
+class AttentionParams:
+    """Parameters of attention besides the KV cache: RoPE tables `[position head_dim]`, QK-norms, softmax scale."""
 
     cos: Tensor
     sin: Tensor
-    norms: tuple[Norm, Norm] | None
+    qk_norms: tuple[NormParams, NormParams] | None
     scale: float
 
 
-def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, add: float | None = None) -> Pair:
-    """x + y, in the type of x, and its RMS norm w·x/√(mean x² + ε), in that of w; within in float32 or better.
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float | None = None
+) -> TensorPair:
+    """Return s = x + residual and its RMSNorm w·s/√(mean s² + ε), computed in at least float32.
 
-    `add`: see Norm.
+    The sum has the dtype of x, the norm that of w. See `NormParams` for `weight_offset`.
     """
-    x = x if y is None else x + y
+    x = x if residual is None else x + residual
     wide = x if x.dtype == torch.float64 else x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    normed = weight * normed.to(x.dtype) if add is None else normed * (add + weight.to(wide.dtype))
+    offset_weight = weight if weight_offset is None else weight_offset + weight.to(wide.dtype)
+    normed = offset_weight * (normed.to(x.dtype) if weight_offset is None else normed)
     return x, normed.to(weight.dtype)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, _parts: bool = False) -> Tensor:
-    """x·Wᵀ + b. `_parts`: a kernel may leave parts of the sum for `add_norm` to add up."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, _split_k: bool = False) -> Tensor:
+    """x·Wᵀ + b. With `_split_k` a kernel may return the partial sums of split-K, which `add_rms_norm` adds up."""
     return F.linear(x.to(weight.dtype), weight, bias)
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
-    """silu(gate)·up of x, from the two matrices one after the other."""
-    return gated(linear(x, weight, bias), gelu=gelu)
+    """act(x·W_gateᵀ) · x·W_upᵀ, where `weight` is [W_gate; W_up]: the first half of a gated MLP (SwiGLU, GeGLU)."""
+    return gated_activation(linear(x, weight, bias), gelu=gelu)
 
 
-def adapted(whole: Tensor, b: Tensor) -> Tensor:
-    """x·Wᵀ + h·Bᵀ, where `whole` is [x·Wᵀ, h, …]; in place of x·Wᵀ."""
+def add_lora(fused: Tensor, b: Tensor) -> Tensor:
+    """LoRA: x·Wᵀ + h·Bᵀ, where `fused` is [x·Wᵀ, h, …] with h = x·Aᵀ. The result overwrites x·Wᵀ."""
     out, rank = b.shape
-    return whole[:, :out].addmm_(whole[:, out : out + rank], b.t())
+    return fused[:, :out].addmm_(fused[:, out : out + rank], b.t())
 
 
-def gated(both: Tensor, b: Tensor | None = None, _ranks: tuple[int, ...] = (), gelu: bool = False) -> Tensor:
-    """silu(gate)·up, the two side by side; with `b` their adapters, of these ranks, are added first."""
-    gate, up = (both if b is None else adapted(both, b)).chunk(2, -1)
+def gated_activation(
+    gate_up: Tensor, b: Tensor | None = None, _ranks: tuple[int, ...] = (), gelu: bool = False
+) -> Tensor:
+    """act(gate) · up for `gate_up` = [gate, up]. With `b` their LoRA adapters, of these ranks, are added first."""
+    gate, up = (gate_up if b is None else add_lora(gate_up, b)).chunk(2, -1)
     return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
 
 
-def share_out(_board: DecodeState, _rows: int) -> None:
-    """A kernel may cut long rows into parts, the same in all layers of a step; nobody needs them here."""
+def split_long_rows(_state: DecodeState, _rows: int) -> None:
+    """A kernel may split the keys of long rows (split-KV attention), alike in all layers; the reference does not."""
 
 
-def attend(qkv: Tensor, turn: Turn, board: DecodeState, layer: int, _parts: None = None) -> Tensor:
-    """One new token per row: its key and value join its pages, and it attends to its prompt and to its own tokens.
+def paged_attention(
+    qkv: Tensor, params: AttentionParams, state: DecodeState, layer: int, _splits: None = None
+) -> Tensor:
+    """Attention of one new token per row to its paged KV cache, after writing its key and value there.
 
-    With R(p) the rotation at position p = known + length:
-    out = softmax(scale · R(p)q · [prompt keys, own keys, R(p)k]ᵀ) · [prompt values, own values, v]
-    `_parts`: of long rows, if they were shared out.
+    With R(p) the rotary embedding at position p = prompt length + response length:
+    out = softmax(scale · R(p)q · [prompt keys, response keys, R(p)k]ᵀ) · [prompt values, response values, v]
+    `_splits`: how the keys of long rows are split, from `split_long_rows`.
     """
-    rows, channel = qkv.shape[0], turn.cos.shape[1]
-    lanes = board.lanes[:rows]
-    known, length = board.state[KNOWN, lanes], board.state[LENGTH, lanes]
-    table, (keys, values) = board.table[lanes].long(), board.cache.layers[layer]
-    shared = keys.shape[1]
-    heads = qkv.shape[1] // channel - 2 * shared
-    q, k, v = qkv.view(rows, -1, channel).split([heads, shared, shared], 1)
-    if turn.norms is not None:
-        q, k = (add_norm(x, None, *norm)[1] for x, norm in zip((q, k), turn.norms, strict=True))
-    position = known + length
-    q, k = (_rotate(x, turn.cos[position], turn.sin[position]) for x in (q, k))
-    before = (known + PAGE - 1) // PAGE  # pages of the prompt
-    page = table.gather(1, (before + length // PAGE)[:, None])[:, 0]
-    keys[page, :, length % PAGE], values[page, :, length % PAGE] = k, v
-    column = torch.arange(table.shape[1] * PAGE, device=qkv.device)
-    own = column - (before * PAGE)[:, None]
-    seen = torch.where(own < 0, column < known[:, None], own <= length[:, None])
-    k, v = (x[table].transpose(1, 2).flatten(2, 3) for x in (keys, values))
-    q = q.reshape(rows, shared, heads // shared, channel)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], scale=turn.scale)
-    return out.reshape(rows, heads * channel)
+    rows, head_dim = qkv.shape[0], params.cos.shape[1]
+    batch_indices = state.batch_indices[:rows]
+    prompt_length, length = state.state[PROMPT_LENGTH, batch_indices], state.state[RESPONSE_LENGTH, batch_indices]
+    block_table, (keys, values) = state.block_tables[batch_indices].long(), state.cache.layers[layer]
+    num_kv_heads = keys.shape[1]
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    q, k, v = qkv.view(rows, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], 1)
+    if params.qk_norms is not None:
+        q, k = (add_rms_norm(x, None, *norm)[1] for x, norm in zip((q, k), params.qk_norms, strict=True))
+    position = prompt_length + length
+    q, k = (_apply_rope(x, params.cos[position], params.sin[position]) for x in (q, k))
+    prompt_blocks = (prompt_length + BLOCK_SIZE - 1) // BLOCK_SIZE
+    block = block_table.gather(1, (prompt_blocks + length // BLOCK_SIZE)[:, None])[:, 0]
+    keys[block, :, length % BLOCK_SIZE], values[block, :, length % BLOCK_SIZE] = k, v
+    column = torch.arange(block_table.shape[1] * BLOCK_SIZE, device=qkv.device)
+    response_index = column - (prompt_blocks * BLOCK_SIZE)[:, None]
+    visible = torch.where(response_index < 0, column < prompt_length[:, None], response_index <= length[:, None])
+    k, v = (x[block_table].transpose(1, 2).flatten(2, 3) for x in (keys, values))
+    q = q.reshape(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None, None], scale=params.scale)
+    return out.reshape(rows, num_heads * head_dim)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads `[token head channel]`, turned by the angles of their tokens, `[token channel]`."""
+def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply the rotary embedding to heads `[token head head_dim]`; `cos` and `sin` are `[token head_dim]`."""
     first, second = x.chunk(2, -1)
     return (x * cos.unsqueeze(1) + torch.cat([-second, first], -1) * sin.unsqueeze(1)).to(x.dtype)
 
 
-def place_given(qkv: Tensor, cos: Tensor, sin: Tensor, page: Tensor, offset: Tensor, cache: Pair) -> Tensor:
-    """Tokens that are given: keys, turned, and values join their pages; returned are the queries, turned too.
+def rotate_and_write_kv(
+    qkv: Tensor, cos: Tensor, sin: Tensor, block: Tensor, offset: Tensor, cache: TensorPair
+) -> Tensor:
+    """Prefill: apply RoPE to queries and keys, write keys and values to the cache, return the queries.
 
-    In `[token (heads + 2·shared)·channel]`, whose rows may be apart (adapters.py), out `[token head channel]`.
+    `qkv` is `[token (num_heads + 2·num_kv_heads)·head_dim]` and may be a strided view (lora.py); the result is
+    `[token head head_dim]`. Each token is written at its `offset` in its `block`.
     """
-    shared, channel = cache[0].shape[1], cache[0].shape[3]
-    parts = qkv.view(len(qkv), -1, channel)
-    both, v = parts.split([parts.shape[1] - shared, shared], 1)
-    q, k = _rotate(both, cos, sin).split([both.shape[1] - shared, shared], 1)
-    for into, new in zip(cache, (k, v), strict=True):
-        into[page, :, offset] = new
+    num_kv_heads, head_dim = cache[0].shape[1], cache[0].shape[3]
+    heads = qkv.view(len(qkv), -1, head_dim)
+    qk, v = heads.split([heads.shape[1] - num_kv_heads, num_kv_heads], 1)
+    q, k = _apply_rope(qk, cos, sin).split([qk.shape[1] - num_kv_heads, num_kv_heads], 1)
+    for blocks, new in zip(cache, (k, v), strict=True):
+        blocks[block, :, offset] = new
     return q
 
 
-def gather_keys(cache: Pair, page: Tensor, offset: Tensor) -> Pair:
-    """Keys and values from these places, `[key head channel]`."""
-    return cache[0][page, :, offset], cache[1][page, :, offset]
+def gather_kv(cache: TensorPair, block: Tensor, offset: Tensor) -> TensorPair:
+    """Return the keys and values at these places, `[key head head_dim]`."""
+    return cache[0][block, :, offset], cache[1][block, :, offset]
 
 
-def draw(logits: Tensor, board: DecodeState, support: SamplingParams, greedy: bool) -> None:
-    """The next token of every row by the rule of draw.py, and what follows from it: output, state, done."""
-    lanes = board.lanes[: logits.shape[0]]
-    t, before, done = board.state[LENGTH, lanes], board.state[LAST, lanes], board.state[DONE, lanes]
-    z = (logits if logits.dtype == torch.float64 else logits.float()) / board.temperature
-    u = None if greedy else uniform(board.state[SEED, lanes], t)
-    barred = None
-    if support.min_tokens:
-        barred = (t < support.min_tokens, torch.where(board.ends < 0, board.ends[0], board.ends))
-    token, logp, mass = draw_tokens(z, 1.0, SamplingParams() if greedy else support, u, barred)
-    on, given = done == 0, t < board.state[GIVEN, lanes]
-    token = torch.where(given, board.token[lanes, t], token)
-    for into, new in ((board.token, token), (board.logp, logp.float()), (board.mass, mass)):
+def sample_next_tokens(logits: Tensor, state: DecodeState, params: SamplingParams, greedy: bool) -> None:
+    """Sample the next token of every row (`sample_tokens`) and update its output, length and finished state."""
+    batch_indices = state.batch_indices[: logits.shape[0]]
+    t, last_token = state.state[RESPONSE_LENGTH, batch_indices], state.state[LAST_TOKEN, batch_indices]
+    finished = state.state[FINISHED_LENGTH, batch_indices]
+    z = (logits if logits.dtype == torch.float64 else logits.float()) / state.temperature
+    u = None if greedy else uniform_from_seed(state.state[SEED, batch_indices], t)
+    forbidden = None
+    if params.min_tokens:
+        stop_tokens = torch.where(state.stop_tokens < 0, state.stop_tokens[0], state.stop_tokens)
+        forbidden = (t < params.min_tokens, stop_tokens)
+    token, logp, kept_mass = sample_tokens(z, 1.0, SamplingParams() if greedy else params, u, forbidden)
+    running, forced = finished == 0, t < state.state[FORCED_LENGTH, batch_indices]
+    token = torch.where(forced, state.tokens[batch_indices, t], token)
+    for output, new in ((state.tokens, token), (state.logp, logp.float()), (state.kept_mass, kept_mass)):
         if new is not None:
-            into[lanes, t] = torch.where(on & ~given, new.to(into.dtype), into[lanes, t])
-    over = (token[:, None] == board.ends).any(-1) | (t + 1 >= board.limit)  # isin may sort, which no graph can hold
-    over &= ~given
-    board.state[LENGTH, lanes] = torch.where(on & ~over, t + 1, t)
-    board.state[LAST, lanes] = torch.where(on, token, before)
-    board.state[DONE, lanes] = torch.where(on & over, t + 1, done)
+            output[batch_indices, t] = torch.where(running & ~forced, new.to(output.dtype), output[batch_indices, t])
+    # not torch.isin: it may sort, which a CUDA graph cannot capture
+    ends = (token[:, None] == state.stop_tokens).any(-1) | (t + 1 >= state.max_tokens)
+    ends &= ~forced
+    state.state[RESPONSE_LENGTH, batch_indices] = torch.where(running & ~ends, t + 1, t)
+    state.state[LAST_TOKEN, batch_indices] = torch.where(running, token, last_token)
+    state.state[FINISHED_LENGTH, batch_indices] = torch.where(running & ends, t + 1, finished)

@@ -1,4 +1,4 @@
-"""State of the sequences being decoded, in tensors at fixed addresses."""
+"""State of the sequences being decoded, in tensors at fixed addresses, as CUDA graphs need them."""
 
 from __future__ import annotations
 
@@ -8,77 +8,92 @@ from operator import ge
 import torch
 from torch import Tensor
 
-from ascent.ops.kv_cache import Cache
+from ascent.ops.paged_kv_cache import PagedKVCache
 
-KNOWN, LENGTH, LAST, SEED, DONE, GIVEN = range(6)
-"""The rows of a board's `state`. DONE is 0 while a response runs, and then its number of tokens.
+PROMPT_LENGTH, RESPONSE_LENGTH, LAST_TOKEN, SEED, FINISHED_LENGTH, FORCED_LENGTH = range(6)
+"""Rows of `DecodeState.state`, with one column per sequence of the batch.
 
-Before place GIVEN tokens are not drawn: those that stand there already are fed, one per step.
+PROMPT_LENGTH     prompt tokens in the KV cache: all but the last, which is fed as the first token of each response
+RESPONSE_LENGTH   tokens in the blocks of the sequence itself, and the index of the next response token
+LAST_TOKEN        the token that the next step feeds to the model
+SEED              the seed of the response (`uniform_from_seed`)
+FINISHED_LENGTH   0 while the response is being decoded, then its number of tokens
+FORCED_LENGTH     response tokens before this index are not sampled: they are read from `tokens` (observations)
 """
 
+MAX_STOP_TOKENS = 16
+"""Capacity of `DecodeState.stop_tokens`."""
 
-ENDS = 16
-"""End tokens that a board has room for."""
-
-
-PAGE = 64
-"""Tokens on a page."""
+BLOCK_SIZE = 64
+"""Tokens per KV-cache block."""
 
 
 @dataclass(frozen=True)
 class DecodeState:
-    """Tensors at fixed addresses. The last lane and the last page are nobody's, for rows that have nothing to do."""
+    """Tensors at fixed addresses. The last batch index and the last block are padding, for unused rows of a step."""
 
     state: Tensor
-    """Int `[6 lane]`: keys of the prompt, tokens in its own pages, the token to feed next, the seed, done, given."""
-    lanes: Tensor
-    """The lane of each row of a step."""
-    table: Tensor
-    """Int32 `[lane page]`: the pages of a lane, its prompt's first."""
-    cache: Cache
-    token: Tensor
-    """Drawn tokens `[lane token]`; so too their log-probs and the mass of what could be drawn."""
+    """Int64 `[6 batch_index]`: the rows named above."""
+    batch_indices: Tensor
+    """The batch index of each row of a step."""
+    block_tables: Tensor
+    """Int32 `[batch_index block]`: the KV-cache blocks of each sequence; those of its prompt come first."""
+    cache: PagedKVCache
+    tokens: Tensor
+    """Response tokens `[batch_index token]`; `logp` and `kept_mass` have the same shape."""
     logp: Tensor
-    mass: Tensor
-    ends: Tensor
-    limit: Tensor
+    kept_mass: Tensor
+    """Probability mass of the tokens that top-k, top-p, min-p and forbidden tokens leave."""
+    stop_tokens: Tensor
+    """`[MAX_STOP_TOKENS]`, padded with −1."""
+    max_tokens: Tensor
     temperature: Tensor
-    arrived: Tensor
-    """`[row·head]`: programs that are done with a row in parts; zeros between steps."""
+    finished_splits: Tensor
+    """`[row·head]`: programs of split-KV attention that have finished with a row; zeros between steps."""
 
     @classmethod
-    def empty(
-        cls, layers: int, heads: int, channel: int, rows: int, pages: int, width: int, limit: int, like: Tensor
+    def allocate(
+        cls,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_num_seqs: int,
+        num_blocks: int,
+        max_blocks_per_seq: int,
+        max_tokens: int,
+        like: Tensor,
     ) -> DecodeState:
-        """Room for rows of `limit` tokens, on pages of which each row has at most `width`."""
-        lanes, device = rows + 1, like.device
-        state = torch.zeros(6, lanes, dtype=torch.long, device=device)
-        state[DONE, rows] = 1
-        cache, one = Cache(pages + 1, PAGE), like.new_empty(1, heads, 1, channel)
-        for layer in range(layers):
-            cache.at(layer, one, one)
+        """Allocate the state; the KV cache has the dtype of `like`, and all tensors are on its device."""
+        columns, device = max_num_seqs + 1, like.device
+        state = torch.zeros(6, columns, dtype=torch.long, device=device)
+        state[FINISHED_LENGTH, max_num_seqs] = 1
+        cache, kv = PagedKVCache(num_blocks + 1, BLOCK_SIZE), like.new_empty(1, num_kv_heads, 1, head_dim)
+        for layer in range(num_layers):
+            cache.layer_blocks(layer, kv, kv)
         return cls(
             state=state,
-            lanes=torch.full((rows,), rows, device=device),
-            table=torch.full((lanes, width), pages, dtype=torch.int32, device=device),
+            batch_indices=torch.full((max_num_seqs,), max_num_seqs, device=device),
+            block_tables=torch.full((columns, max_blocks_per_seq), num_blocks, dtype=torch.int32, device=device),
             cache=cache,
-            token=torch.zeros(lanes, limit, dtype=torch.long, device=device),
-            logp=torch.zeros(lanes, limit, device=device),
-            mass=torch.ones(lanes, limit, device=device),
-            ends=torch.full((ENDS,), -1, device=device),
-            limit=torch.full((), limit, device=device),
+            tokens=torch.zeros(columns, max_tokens, dtype=torch.long, device=device),
+            logp=torch.zeros(columns, max_tokens, device=device),
+            kept_mass=torch.ones(columns, max_tokens, device=device),
+            stop_tokens=torch.full((MAX_STOP_TOKENS,), -1, device=device),
+            max_tokens=torch.full((), max_tokens, device=device),
             temperature=torch.ones((), dtype=torch.float64, device=device),
-            arrived=torch.zeros(rows * heads, dtype=torch.int32, device=device),
+            finished_splits=torch.zeros(max_num_seqs * num_kv_heads, dtype=torch.int32, device=device),
         )
 
     @property
-    def rows(self) -> int:
-        return len(self.lanes)
+    def max_num_seqs(self) -> int:
+        """Sequences that can be decoded at once."""
+        return len(self.batch_indices)
 
     @property
-    def room(self) -> tuple[int, int, int, int]:
-        """Rows, pages, pages of a row, and tokens of a row."""
-        return self.rows, self.cache.pages - 1, self.table.shape[1], self.token.shape[1]
+    def capacity(self) -> tuple[int, int, int, int]:
+        """Return max_num_seqs, num_blocks, max_blocks_per_seq and max_tokens."""
+        return self.max_num_seqs, self.cache.num_blocks - 1, self.block_tables.shape[1], self.tokens.shape[1]
 
-    def holds(self, rows: int, pages: int, width: int, limit: int) -> bool:
-        return all(map(ge, self.room, (rows, pages, width, limit)))
+    def fits(self, max_num_seqs: int, num_blocks: int, max_blocks_per_seq: int, max_tokens: int) -> bool:
+        """Return whether the capacity is at least this."""
+        return all(map(ge, self.capacity, (max_num_seqs, num_blocks, max_blocks_per_seq, max_tokens)))

@@ -14,8 +14,16 @@ from torch import Tensor
 
 from ascent.core.sampling_params import SamplingParams
 from ascent.ops import decode_ops as formulas
-from ascent.ops.decode_state import DONE, ENDS, GIVEN, LAST, LENGTH, SEED, DecodeState
-from ascent.ops.kv_cache import Pair
+from ascent.ops.decode_state import (
+    FINISHED_LENGTH,
+    FORCED_LENGTH,
+    LAST_TOKEN,
+    MAX_STOP_TOKENS,
+    RESPONSE_LENGTH,
+    SEED,
+    DecodeState,
+)
+from ascent.ops.paged_kv_cache import TensorPair
 from ascent.ops.triton_matmul import active, await_inputs, early, in_parts, tile_for, tiled_product
 from ascent.ops.triton_norms import normed_sum
 from ascent.ops.triton_paged_attention import attend_pages, channels, cut_rows
@@ -30,10 +38,10 @@ HEADS, KEYS = 16, 32
 """Of tokens that are given: heads that one program turns, and keys that one brings together."""
 
 
-def adapted(whole: Tensor, b: Tensor) -> Tensor:
+def add_lora(whole: Tensor, b: Tensor) -> Tensor:
     (rows, apart), (out, rank) = whole.shape, b.shape
     if rank > MOST_RANK:
-        return formulas.adapted(whole, b)
+        return formulas.add_lora(whole, b)
     grid = triton.cdiv(rows, 64), triton.cdiv(out, 64)
     how = {"RANK": max(16, triton.next_power_of_2(rank)), "ROWS": 64, "WIDTH": 64, **early()}
     _adapted[grid](whole, b, rows, out, apart, rank, **how)
@@ -63,13 +71,13 @@ def _low_rank(h, b, there, inside, rank, RANK: tl.constexpr):
     return tl.dot(left, tl.trans(right), input_precision="ieee")
 
 
-def short_product(x: Tensor, weight: Tensor, bias: Tensor | None, parts: bool = False) -> Tensor:
-    """With `parts`, what is to be added up, where that is faster: float32 `[part row column]`; `add_norm` takes it."""
+def short_product(x: Tensor, weight: Tensor, bias: Tensor | None, split_k: bool = False) -> Tensor:
+    """With `split_k`, partial sums `[split row column]` in float32 where that is faster; `add_rms_norm` adds them."""
     x = x.to(weight.dtype)
-    tile = tile_for(x, weight, parts=parts)
+    tile = tile_for(x, weight, parts=split_k)
     if tile is not None:
         return tiled_product(x, weight, bias, tile)
-    split = in_parts(x, weight) if parts and bias is None else None
+    split = in_parts(x, weight) if split_k and bias is None else None
     return formulas.linear(x, weight, bias) if split is None else split
 
 
@@ -77,22 +85,22 @@ def gated_product(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool = F
     x = x.to(weight.dtype)
     tile = tile_for(x, weight, gate=True)
     if tile is None:
-        return gated(formulas.linear(x, weight, bias), gelu=gelu)
+        return gated_activation(formulas.linear(x, weight, bias), gelu=gelu)
     return tiled_product(x, weight, bias, tile, "gelu" if gelu else "silu")
 
 
 linear, gated_linear = short_product, gated_product
-add_norm, share_out, attend = normed_sum, cut_rows, attend_pages
+add_rms_norm, split_long_rows, paged_attention = normed_sum, cut_rows, attend_pages
 
 
-def gated(both: Tensor, b: Tensor | None = None, ranks: tuple[int, ...] = (), gelu: bool = False) -> Tensor:
+def gated_activation(both: Tensor, b: Tensor | None = None, ranks: tuple[int, ...] = (), gelu: bool = False) -> Tensor:
     rows, apart = both.shape
     width = (apart if b is None else len(b)) // 2
     out = both.new_empty(rows, width)
     if b is None:
         _gated[(rows, triton.cdiv(width, 1024))](both, out, width, BLOCK=1024, GELU=gelu, **early())
     elif b.shape[1] > MOST_RANK:
-        return gated(formulas.adapted(both, b).contiguous(), gelu=gelu)
+        return gated_activation(formulas.add_lora(both, b).contiguous(), gelu=gelu)
     else:
         most = max(16, triton.next_power_of_2(max(ranks)))
         _gated_adapted[(triton.cdiv(rows, 16), triton.cdiv(width, 128))](
@@ -137,7 +145,7 @@ def _gated_adapted(
 # ---- tokens that are given ------------------------------------------------------------------------
 
 
-def turn_and_place(qkv: Tensor, cos: Tensor, sin: Tensor, page: Tensor, offset: Tensor, cache: Pair) -> Tensor:
+def turn_and_place(qkv: Tensor, cos: Tensor, sin: Tensor, page: Tensor, offset: Tensor, cache: TensorPair) -> Tensor:
     keys, values = cache
     _, shared, size, channel = keys.shape
     tokens, heads = len(qkv), qkv.shape[1] // channel - 2 * shared
@@ -191,7 +199,7 @@ def _place(
     tl.store(to + HALF, b, is_value)
 
 
-def bring_together(cache: Pair, page: Tensor, offset: Tensor) -> Pair:
+def bring_together(cache: TensorPair, page: Tensor, offset: Tensor) -> TensorPair:
     keys, values = cache
     _, shared, size, channel = keys.shape
     k, v = (keys.new_empty(len(page), shared, channel) for _ in range(2))
@@ -225,15 +233,15 @@ def _collect(
     tl.store(v + to, tl.load(values + line, inside, other=0.0), inside)
 
 
-place_given, gather_keys = turn_and_place, bring_together
+rotate_and_write_kv, gather_kv = turn_and_place, bring_together
 
 
 # ---- drawing --------------------------------------------------------------------------------------
 
 
-def draw(logits: Tensor, board: DecodeState, support: SamplingParams, greedy: bool) -> None:
+def sample_next_tokens(logits: Tensor, board: DecodeState, support: SamplingParams, greedy: bool) -> None:
     if support.min_tokens or not (support.whole or greedy):
-        formulas.draw(logits, board, support, greedy)
+        formulas.sample_next_tokens(logits, board, support, greedy)
         return
     rows, vocab = logits.shape
     tiles = triton.cdiv(vocab, TILE)
@@ -242,18 +250,18 @@ def draw(logits: Tensor, board: DecodeState, support: SamplingParams, greedy: bo
     sums = torch.empty(rows, tiles * per, device=logits.device)
     _measure[(rows, tiles)](logits, board.temperature, tops, sums, vocab, tiles, PER=per, BLOCK=BLOCK, **early())
     _draw[(rows,)](
-        *(logits, tops, sums, board.temperature, board.state, board.lanes, board.token, board.logp),
-        *(board.ends, board.limit, vocab, tiles, board.state.shape[1], board.token.shape[1]),
+        *(logits, tops, sums, board.temperature, board.state, board.batch_indices, board.tokens, board.logp),
+        *(board.stop_tokens, board.max_tokens, vocab, tiles, board.state.shape[1], board.tokens.shape[1]),
         PER=per,
         BLOCK=BLOCK,
         TILES=triton.next_power_of_2(tiles),
         GREEDY=greedy,
-        ENDS=ENDS,
-        L=LENGTH,
-        LAST=LAST,
+        MAX_STOP_TOKENS=MAX_STOP_TOKENS,
+        L=RESPONSE_LENGTH,
+        LAST_TOKEN=LAST_TOKEN,
         SEED=SEED,
-        DONE=DONE,
-        GIVEN=GIVEN,
+        FINISHED_LENGTH=FINISHED_LENGTH,
+        FORCED_LENGTH=FORCED_LENGTH,
         **early(),
     )
 
@@ -277,15 +285,15 @@ def _measure(
 @triton.jit
 def _draw(
     logits, tops, sums, temperature, state, lanes, token_out, logp_out, ends, limit, vocab, tiles, lane_count, room,
-    PER: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, GREEDY: tl.constexpr, ENDS: tl.constexpr,
-    L: tl.constexpr, LAST: tl.constexpr, SEED: tl.constexpr, DONE: tl.constexpr, GIVEN: tl.constexpr,
-    EARLY: tl.constexpr,
+    PER: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, GREEDY: tl.constexpr, MAX_STOP_TOKENS: tl.constexpr,
+    L: tl.constexpr, LAST_TOKEN: tl.constexpr, SEED: tl.constexpr, FINISHED_LENGTH: tl.constexpr,
+    FORCED_LENGTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A row's token from the sums of its blocks and one block of logits; then its output and state."""
     await_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.load(lanes + row)
-    t, done = tl.load(state + L * lane_count + lane), tl.load(state + DONE * lane_count + lane)
+    t, done = tl.load(state + L * lane_count + lane), tl.load(state + FINISHED_LENGTH * lane_count + lane)
     cooling = tl.load(temperature).to(tl.float32)
     tile, per = tl.arange(0, TILES), tl.arange(0, PER)
     peaks = tl.load(tops + row * tiles + tile, tile < tiles, other=float("-inf"))
@@ -302,15 +310,15 @@ def _draw(
     else:
         seed = tl.load(state + SEED * lane_count + lane)
         token, chosen = _invert(logits + row * vocab, part, top, seed, t, vocab, cooling, PER, BLOCK, TILES)
-    on, given = done == 0, t < tl.load(state + GIVEN * lane_count + lane)
+    on, given = done == 0, t < tl.load(state + FORCED_LENGTH * lane_count + lane)
     token = tl.where(given, tl.load(token_out + lane * room + t), token)
-    end = tl.max((tl.load(ends + tl.arange(0, ENDS)) == token).to(tl.int32)) > 0
+    end = tl.max((tl.load(ends + tl.arange(0, MAX_STOP_TOKENS)) == token).to(tl.int32)) > 0
     over = (end | (t + 1 >= tl.load(limit))) & (given == 0)
     tl.store(token_out + lane * room + t, token, on)
     tl.store(logp_out + lane * room + t, chosen - (top + tl.log(total)), on & (given == 0))
-    tl.store(state + LAST * lane_count + lane, token, on)
+    tl.store(state + LAST_TOKEN * lane_count + lane, token, on)
     tl.store(state + L * lane_count + lane, t + 1, on & (over == 0))
-    tl.store(state + DONE * lane_count + lane, t + 1, on & over)
+    tl.store(state + FINISHED_LENGTH * lane_count + lane, t + 1, on & over)
 
 
 @triton.jit

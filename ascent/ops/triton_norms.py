@@ -8,20 +8,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ascent.ops.kv_cache import Pair
+from ascent.ops.paged_kv_cache import TensorPair
 from ascent.ops.triton_matmul import await_inputs, early
 
 FORMS = {None: 1, 0.0: 2, 1.0: 3}
-"""How a norm is rounded and what is added to its weight (`Norm.add`), as numbers for the kernels. 0: no norm."""
+"""Form of an RMSNorm for the kernels, by `NormParams.weight_offset`. 0: no norm."""
 
 
-def normed_sum(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, add: float | None = None) -> Pair:
+def normed_sum(
+    x: Tensor, y: Tensor | None, weight: Tensor, eps: float, weight_offset: float | None = None
+) -> TensorPair:
     rows, width = x.shape
     normed, total = torch.empty_like(x, dtype=weight.dtype), x if y is None else torch.empty_like(x)
     block = triton.next_power_of_2(width)
     warps = min(8, max(1, block // 256))
     apart, parts = (width, 0) if y is None else (y.stride(-2), len(y) if y.ndim == 3 else 1)
-    how = {"BLOCK": block, "PARTS": parts, "FORM": FORMS[add], **early()}
+    how = {"BLOCK": block, "PARTS": parts, "FORM": FORMS[weight_offset], **early()}
     _add_norm[(rows,)](x, y, total, normed, weight, eps, width, apart, rows, **how, num_warps=warps)
     return total, normed
 

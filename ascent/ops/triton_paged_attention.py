@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ascent.ops.decode_ops import Turn
-from ascent.ops.decode_state import KNOWN, LENGTH, PAGE, DecodeState
+from ascent.ops.decode_ops import AttentionParams
+from ascent.ops.decode_state import BLOCK_SIZE, PROMPT_LENGTH, RESPONSE_LENGTH, DecodeState
 from ascent.ops.triton_matmul import PLACES, await_inputs, early, fetch
 from ascent.ops.triton_norms import FORMS, times
 
@@ -34,17 +34,17 @@ def cut_rows(board: DecodeState, rows: int, least: int = LEAST, spread: int | No
 
     Parts have at least so many keys. Besides one of each row there are as many as run at once, or as `spread` says.
     """
-    width, device = board.table.shape[1], board.table.device
+    width, device = board.block_tables.shape[1], board.block_tables.device
     keys = board.cache.layers[0][0]
     shared, key = keys.shape[1], keys.shape[3] * keys.element_size()
     spread = min(spread or part_tile(rows * shared, key)[3] * PLACES // shared, rows * width)
     table = torch.empty(spread + rows, FIELDS, dtype=torch.int32, device=device)
     _cut_rows[(rows,)](
-        *(board.state, board.lanes, table, board.state.shape[1], rows, spread, least),
+        *(board.state, board.batch_indices, table, board.state.shape[1], rows, spread, least),
         ROWS=triton.next_power_of_2(rows),
-        PAGE=PAGE,
-        KNOWN=KNOWN,
-        LENGTH=LENGTH,
+        BLOCK_SIZE=BLOCK_SIZE,
+        PROMPT_LENGTH=PROMPT_LENGTH,
+        RESPONSE_LENGTH=RESPONSE_LENGTH,
         FIELDS=FIELDS,
         **early(),
     )
@@ -54,17 +54,17 @@ def cut_rows(board: DecodeState, rows: int, least: int = LEAST, spread: int | No
 @triton.jit
 def _cut_rows(
     state, lanes, table, lane_count, rows, spread, least,
-    ROWS: tl.constexpr, PAGE: tl.constexpr, KNOWN: tl.constexpr, LENGTH: tl.constexpr, FIELDS: tl.constexpr,
-    EARLY: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PROMPT_LENGTH: tl.constexpr, RESPONSE_LENGTH: tl.constexpr,
+    FIELDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per row. The full parts of all rows come first, then the last part of each row, the longest first."""
     await_inputs(EARLY)
     row, i, f = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, FIELDS)
     lane = tl.load(lanes + i, i < rows, other=0)
-    known = tl.load(state + KNOWN * lane_count + lane, i < rows, other=0).to(tl.int32)
-    length = tl.load(state + LENGTH * lane_count + lane, i < rows, other=0).to(tl.int32)
-    end = (known + PAGE - 1) // PAGE * PAGE + length
-    size = tl.maximum((tl.sum(end) + spread * PAGE - 1) // (spread * PAGE) * PAGE, least)
+    known = tl.load(state + PROMPT_LENGTH * lane_count + lane, i < rows, other=0).to(tl.int32)
+    length = tl.load(state + RESPONSE_LENGTH * lane_count + lane, i < rows, other=0).to(tl.int32)
+    end = (known + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE + length
+    size = tl.maximum((tl.sum(end) + spread * BLOCK_SIZE - 1) // (spread * BLOCK_SIZE) * BLOCK_SIZE, least)
     full = tl.maximum(end - 1, 0) // size
     before = tl.sum(tl.where(i < row, full, 0))
     mine, every = tl.sum(tl.where(i == row, full, 0)), tl.sum(full)
@@ -72,8 +72,8 @@ def _cut_rows(
     own = tl.sum(tl.where(i == row, rest, 0))
     longer = tl.sum(((rest > own) | ((rest == own) & (i < row))).to(tl.int32))
     lane = tl.load(lanes + row)
-    known = tl.load(state + KNOWN * lane_count + lane).to(tl.int32)
-    length = tl.load(state + LENGTH * lane_count + lane).to(tl.int32)
+    known = tl.load(state + PROMPT_LENGTH * lane_count + lane).to(tl.int32)
+    length = tl.load(state + RESPONSE_LENGTH * lane_count + lane).to(tl.int32)
     values = tl.where(f == 0, row, tl.where(f == 1, lane.to(tl.int32), tl.where(f == 2, known, length)))
     values = tl.where(f == 5, mine + 1, tl.where(f == 6, before + row, tl.where(f == 7, size, values)))
     for part in range(0, mine):
@@ -83,39 +83,41 @@ def _cut_rows(
         tl.store(table + none * FIELDS + f, tl.zeros_like(f) - 1)
 
 
-def attend_pages(qkv: Tensor, turn: Turn, board: DecodeState, layer: int, parts: Tensor | None = None) -> Tensor:
+def attend_pages(
+    qkv: Tensor, turn: AttentionParams, board: DecodeState, layer: int, parts: Tensor | None = None
+) -> Tensor:
     rows, channel = qkv.shape[0], turn.cos.shape[1]
     cache = board.cache.layers[layer]
     shared = cache[0].shape[1]
     heads = qkv.shape[1] // channel - 2 * shared
-    (q_weight, eps, add), (k_weight, *_) = turn.norms or ((qkv, 0.0, None),) * 2
+    (q_weight, eps, weight_offset), (k_weight, *_) = turn.qk_norms or ((qkv, 0.0, None),) * 2
     out = qkv.new_empty(rows, heads * channel)
     tile = (row_tile, part_tile)[parts is not None](rows * shared, channel * qkv.element_size())
     keys_at_once, warps, stages, ahead = tile
     about = (turn.cos, turn.sin, q_weight, k_weight, *cache)
-    numbers = (qkv.stride(0), board.table.shape[1], eps, turn.scale * 1.4426950408889634)
+    numbers = (qkv.stride(0), board.block_tables.shape[1], eps, turn.scale * 1.4426950408889634)
     how: dict[str, Any] = {
         "SHARED": shared,
         "REPEAT": heads // shared,
         "ROWS": max(16, triton.next_power_of_2(heads // shared)),
         "D": channel,
         "WIDE": max(16, triton.next_power_of_2(channel)),
-        "PAGE": PAGE,
-        "NORMED": 0 if turn.norms is None else FORMS[add],
+        "PAGE": BLOCK_SIZE,
+        "NORMED": 0 if turn.qk_norms is None else FORMS[weight_offset],
         "KEYS": keys_at_once,
         **early(),
         "num_warps": warps,
         "num_stages": stages,
     }
     if parts is None:
-        static = {"KNOWN": KNOWN, "LENGTH": LENGTH, "AHEAD": ahead, "FETCHES": 32 * warps}
-        lanes = (board.state, board.lanes, board.table, board.state.shape[1])
+        static = {"KNOWN": PROMPT_LENGTH, "LENGTH": RESPONSE_LENGTH, "AHEAD": ahead, "FETCHES": 32 * warps}
+        lanes = (board.state, board.batch_indices, board.block_tables, board.state.shape[1])
         _attend[(rows, shared)](qkv, out, *about, *lanes, *numbers, **static, **how)
         return out
     count = len(parts)
     found = torch.empty(count, heads, channel, device=qkv.device)
     sums = torch.empty(count, heads, 2, device=qkv.device)
-    places = (board.table, parts, board.arrived)
+    places = (board.block_tables, parts, board.finished_splits)
     _attend_parts[(shared, count)](qkv, out, found, sums, *about, *places, *numbers, FIELDS=FIELDS, **how)
     return out
 
@@ -123,40 +125,44 @@ def attend_pages(qkv: Tensor, turn: Turn, board: DecodeState, layer: int, parts:
 def part_tile(programs: int, width: int) -> tuple[int, int, int, int]:
     """Keys, of so many bytes, that a program reads at once; its warps, stages, and how many run on a multiprocessor."""
     if width > 128:
-        return (PAGE // 2, 2, 5, 6) if programs >= MANY and width <= 256 else (PAGE, 4, 3, 4 if width <= 256 else 2)
-    return (PAGE // 2, 1, 5, 12) if programs >= MANY else (PAGE, 1, 3, 8)
+        return (
+            (BLOCK_SIZE // 2, 2, 5, 6)
+            if programs >= MANY and width <= 256
+            else (BLOCK_SIZE, 4, 3, 4 if width <= 256 else 2)
+        )
+    return (BLOCK_SIZE // 2, 1, 5, 12) if programs >= MANY else (BLOCK_SIZE, 1, 3, 8)
 
 
 def row_tile(programs: int, width: int) -> tuple[int, int, int, int]:
     """The same of programs for whole rows; and in the end the pages that one asks for early."""
     ahead = 1 if width % 16 == 0 else 0
     if width > 256:
-        return PAGE, 4, 3, 0
+        return BLOCK_SIZE, 4, 3, 0
     if width > 128:
-        return PAGE // 2 if programs >= MANY else PAGE, 2, 3, ahead
-    return (PAGE // 2, 1, 3, ahead) if programs >= MANY else (PAGE, 1, 5, ahead)
+        return BLOCK_SIZE // 2 if programs >= MANY else BLOCK_SIZE, 2, 3, ahead
+    return (BLOCK_SIZE // 2, 1, 3, ahead) if programs >= MANY else (BLOCK_SIZE, 1, 5, ahead)
 
 
 @triton.jit
 def _attend(
     qkv, out, cos, sin, q_weight, k_weight, keys, values, state, lanes, table, lane_count, apart, width, eps, scale,
     SHARED: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
-    PAGE: tl.constexpr, KNOWN: tl.constexpr, LENGTH: tl.constexpr, NORMED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PROMPT_LENGTH: tl.constexpr, RESPONSE_LENGTH: tl.constexpr, NORMED: tl.constexpr,
     KEYS: tl.constexpr, AHEAD: tl.constexpr, FETCHES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per row and key-value head, for all the query heads that share the key-value head."""
     row, head = tl.program_id(0), tl.program_id(1)
     lane = tl.load(lanes + row)
-    known = tl.load(state + KNOWN * lane_count + lane).to(tl.int32)
-    length = tl.load(state + LENGTH * lane_count + lane).to(tl.int32)
+    known = tl.load(state + PROMPT_LENGTH * lane_count + lane).to(tl.int32)
+    length = tl.load(state + RESPONSE_LENGTH * lane_count + lane).to(tl.int32)
     turned = _angles(cos, sin, known + length, D, WIDE)
-    end, pages = (known + PAGE - 1) // PAGE * PAGE + length, table + lane * width
+    end, pages = (known + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE + length, table + lane * width
     if EARLY and AHEAD:
-        _fetch_pages(pages, keys, values, end, head, SHARED, PAGE, D, AHEAD, FETCHES)
+        _fetch_pages(pages, keys, values, end, head, SHARED, BLOCK_SIZE, D, AHEAD, FETCHES)
     await_inputs(EARLY)
     line, about = qkv + row * apart, (q_weight, k_weight, eps, turned, keys, values, pages)
     _, total, mixed = _mixed(
-        line, about, known, length, 0, end, True, head, scale, SHARED, REPEAT, ROWS, D, WIDE, PAGE, NORMED, KEYS
+        line, about, known, length, 0, end, True, head, scale, SHARED, REPEAT, ROWS, D, WIDE, BLOCK_SIZE, NORMED, KEYS
     )
     _write(out, row, mixed, total, head, SHARED, REPEAT, ROWS, D, WIDE)
 
@@ -165,7 +171,7 @@ def _attend(
 def _attend_parts(
     qkv, out, found, sums, cos, sin, q_weight, k_weight, keys, values, table, parts, arrived, apart, width, eps, scale,
     SHARED: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
-    PAGE: tl.constexpr, NORMED: tl.constexpr, KEYS: tl.constexpr, FIELDS: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NORMED: tl.constexpr, KEYS: tl.constexpr, FIELDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per key-value head and part of a row. The last part of a row also has its new token."""
     await_inputs(EARLY)
@@ -175,11 +181,11 @@ def _attend_parts(
     if row < 0:
         return
     turned = _angles(cos, sin, known + length, D, WIDE)
-    first, end = part * size, (known + PAGE - 1) // PAGE * PAGE + length
+    first, end = part * size, (known + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE + length
     line, about = qkv + row * apart, (q_weight, k_weight, eps, turned, keys, values, table + lane * width)
     top, total, mixed = _mixed(
         line, about, known, length, first, tl.minimum(end, first + size), part == count - 1, head, scale,
-        SHARED, REPEAT, ROWS, D, WIDE, PAGE, NORMED, KEYS,
+        SHARED, REPEAT, ROWS, D, WIDE, BLOCK_SIZE, NORMED, KEYS,
     )  # fmt: skip
     if count > 1:
         c, r = tl.arange(0, WIDE), tl.arange(0, ROWS)
@@ -217,7 +223,7 @@ def _write(
 def _mixed(
     line, about, known, length, first, end, last, head, scale,
     SHARED: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
-    PAGE: tl.constexpr, NORMED: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NORMED: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """A row's softmax from one place to another: the largest score, the sum, the mixed values.
 
@@ -225,16 +231,16 @@ def _mixed(
     their own. The last part has the new token, too.
     """
     q_weight, k_weight, eps, turned, keys, values, pages = about
-    r, own = tl.arange(0, ROWS), (known + PAGE - 1) // PAGE * PAGE
+    r, own = tl.arange(0, ROWS), (known + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
     q = _rotated(line + (head * REPEAT + r) * D, r < REPEAT, q_weight, eps, turned, D, WIDE, NORMED)
     top, total, mixed = _nothing(ROWS, WIDE)
     if last:
-        page = tl.load(pages + (own + length) // PAGE).to(tl.int64)
-        new, at = line + (SHARED * REPEAT + head) * D, ((page * SHARED + head) * PAGE + length % PAGE) * D
+        page = tl.load(pages + (own + length) // BLOCK_SIZE).to(tl.int64)
+        new, at = line + (SHARED * REPEAT + head) * D, ((page * SHARED + head) * BLOCK_SIZE + length % BLOCK_SIZE) * D
         top, v = _newest(q, new, keys + at, values + at, k_weight, eps, turned, SHARED, D, WIDE, NORMED)
         total, mixed = total + 1.0, mixed + v
     seen = (pages, keys, values, first, end, known, own, head, scale)
-    return _along(q, seen, top, total, mixed, SHARED, D, WIDE, PAGE, ROWS, KEYS)
+    return _along(q, seen, top, total, mixed, SHARED, D, WIDE, BLOCK_SIZE, ROWS, KEYS)
 
 
 @triton.jit
@@ -255,13 +261,13 @@ def _newest(
 @triton.jit
 def _fetch_pages(
     pages, keys, values, end, head,
-    SHARED: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, AHEAD: tl.constexpr, FETCHES: tl.constexpr,
+    SHARED: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, AHEAD: tl.constexpr, FETCHES: tl.constexpr,
 ):  # fmt: skip
     """Ask for the first pages of those that are read, in as many pieces as there are threads."""
     PIECES: tl.constexpr = FETCHES // AHEAD
-    SIZE: tl.constexpr = PAGE * D
+    SIZE: tl.constexpr = BLOCK_SIZE * D
     f = tl.arange(0, FETCHES)
-    page = tl.load(pages + tl.minimum(f // PIECES, tl.maximum(end - 1, 0) // PAGE)).to(tl.int64)
+    page = tl.load(pages + tl.minimum(f // PIECES, tl.maximum(end - 1, 0) // BLOCK_SIZE)).to(tl.int64)
     at = (page * SHARED + head) * SIZE + f % PIECES * (SIZE // PIECES)
     size = tl.zeros_like(f) + SIZE // PIECES * (keys.dtype.element_ty.primitive_bitwidth // 8)
     fetch(keys + at, size)
@@ -308,7 +314,7 @@ def _joined(
 @triton.jit
 def _along(
     q, seen, top, total, mixed,
-    SHARED: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+    SHARED: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
     """A softmax in powers of 2, continued along the pages; scores are scaled when their exponents are taken.
@@ -321,8 +327,8 @@ def _along(
     line, sums = n[:, None] * D + c[None, :], tl.zeros((ROWS, KEYS), tl.float32)
     for start in range(first, end, KEYS):
         inside = n < tl.where(start < own, known, end) - start
-        page = tl.load(pages + start // PAGE).to(tl.int64)
-        at = ((page * SHARED + head) * PAGE + start % PAGE) * D
+        page = tl.load(pages + start // BLOCK_SIZE).to(tl.int64)
+        at = ((page * SHARED + head) * BLOCK_SIZE + start % BLOCK_SIZE) * D
         k = tl.load(keys + at + line) if D == WIDE else tl.load(keys + at + line, (c < D)[None, :], other=0.0)
         v = tl.load(values + at + line, channels(inside, D, WIDE), other=0.0)
         scores = tl.where(inside[None, :], tl.dot(q, tl.trans(k), input_precision="ieee"), float("-inf"))

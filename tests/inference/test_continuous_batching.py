@@ -260,7 +260,7 @@ def test_a_small_cache_evicts_and_changes_nothing(decoder: str) -> None:
 @pytest.fixture
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (paged, decode_ops, decode_state, cuda_graph):
-        monkeypatch.setattr(module, "PAGE", 2)
+        monkeypatch.setattr(module, "BLOCK_SIZE", 2)
     monkeypatch.setattr(paged, "WIDE", 2)
 
 

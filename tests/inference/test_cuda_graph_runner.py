@@ -26,9 +26,9 @@ from ascent.inference.runners.paged import PagedRunner
 from ascent.models import LanguageModel, decoder_model
 from ascent.models.decoder_model import DecoderModel, UnsupportedArchitectureError
 from ascent.ops import decode_ops, decode_state
-from ascent.ops.decode_ops import Norm, Turn
-from ascent.ops.decode_state import DONE, GIVEN, LAST, LENGTH, PAGE, DecodeState
-from ascent.ops.token_sampling import draw_tokens, uniform
+from ascent.ops.decode_ops import AttentionParams, NormParams
+from ascent.ops.decode_state import BLOCK_SIZE, FINISHED_LENGTH, FORCED_LENGTH, LAST_TOKEN, RESPONSE_LENGTH, DecodeState
+from ascent.ops.token_sampling import sample_tokens, uniform_from_seed
 from ascent.training.language_learner import LanguageLearner
 from tests.cases import mostly_smokes
 from tests.language import batch_of, model_of, prompts_of, sampler_of
@@ -191,8 +191,8 @@ def test_the_rounding_of_a_norm_is_that_of_its_kind() -> None:
         with torch.no_grad():
             module.weight.copy_(weight[0])
             norm = decoder_model._norm(module)
-            assert norm.add == add and norm.eps == 1e-5
-            assert torch.equal(decode_ops.add_norm(x, None, *norm)[1], module(x))
+            assert norm.weight_offset == add and norm.eps == 1e-5
+            assert torch.equal(decode_ops.add_rms_norm(x, None, *norm)[1], module(x))
 
 
 @pytest.mark.parametrize(
@@ -275,51 +275,53 @@ def test_a_half_with_biases_is_not_joined() -> None:
 
 def busy(dtype: torch.dtype = torch.float64, device: str = "cpu", channel: int = 16) -> DecodeState:
     """Six lanes at all sorts of lengths, on prompts of 0, 70 and 33 keys, on pages anywhere; the last has finished."""
-    made = DecodeState.empty(1, 2, channel, 6, 40, 4, 100, torch.zeros((), dtype=dtype, device=device))
+    made = DecodeState.allocate(1, 2, channel, 6, 40, 4, 100, torch.zeros((), dtype=dtype, device=device))
     generator = torch.Generator().manual_seed(1)
     for cache in made.cache.layers[0]:
         cache.copy_(torch.randn(cache.shape, generator=generator, dtype=torch.float64))
     known, length = [0, 70, 33, 0, 70, 33], [0, 0, 5, 64, 99, 70]
     made.state[:, :6] = torch.tensor([known, length, [1] * 6, [11, 22, 33, 44, 55, 2**61], [0] * 5 + [71], [0] * 6])
     pages = torch.randperm(40, generator=generator).tolist()
-    prompts = {keys: [pages.pop() for _ in range(-(-keys // PAGE))] for keys in (0, 70, 33)}
+    prompts = {keys: [pages.pop() for _ in range(-(-keys // BLOCK_SIZE))] for keys in (0, 70, 33)}
     for lane in range(6):
-        own = [pages.pop() for _ in range(length[lane] // PAGE + 1)]
+        own = [pages.pop() for _ in range(length[lane] // BLOCK_SIZE + 1)]
         table = [*prompts[known[lane]], *own]
-        made.table[lane, : len(table)] = torch.tensor(table, dtype=torch.int32)
-    made.lanes.copy_(torch.tensor([3, 1, 2, 0, 4, 5]))
+        made.block_tables[lane, : len(table)] = torch.tensor(table, dtype=torch.int32)
+    made.batch_indices.copy_(torch.tensor([3, 1, 2, 0, 4, 5]))
     return made
 
 
 def held(board: DecodeState, lane: int) -> list[tuple[Tensor, Tensor]]:
     """By head, the keys and values that a lane sees, but for its newest token's."""
     known, length = board.state[:2, lane].tolist()
-    before = -(-known // PAGE)
-    table = board.table[lane].tolist()
-    places = [(table[n // PAGE], n % PAGE) for n in range(known)]
-    places += [(table[before + n // PAGE], n % PAGE) for n in range(length)]
+    before = -(-known // BLOCK_SIZE)
+    table = board.block_tables[lane].tolist()
+    places = [(table[n // BLOCK_SIZE], n % BLOCK_SIZE) for n in range(known)]
+    places += [(table[before + n // BLOCK_SIZE], n % BLOCK_SIZE) for n in range(length)]
     pages, offsets = [p for p, _ in places], [o for _, o in places]
     return [tuple(x[pages, head, offsets] for x in board.cache.layers[0]) for head in range(2)]  # type: ignore[misc]
 
 
-def random_turn(dtype: torch.dtype, device: str, normed: bool, channel: int = 16, add: float | None = None) -> Turn:
+def random_turn(
+    dtype: torch.dtype, device: str, normed: bool, channel: int = 16, add: float | None = None
+) -> AttentionParams:
     angle = torch.rand(200, channel // 2, dtype=torch.float64).repeat(1, 2) * 6
     weights = [(torch.rand(channel, dtype=torch.float64) + 0.5).to(device, dtype) for _ in range(2)]
-    norms = (Norm(weights[0], 1e-6, add), Norm(weights[1], 1e-6, add)) if normed else None
-    return Turn(angle.cos().to(device, dtype), angle.sin().to(device, dtype), norms, 0.3)
+    norms = (NormParams(weights[0], 1e-6, add), NormParams(weights[1], 1e-6, add)) if normed else None
+    return AttentionParams(angle.cos().to(device, dtype), angle.sin().to(device, dtype), norms, 0.3)
 
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_attention_is_the_softmax_over_prompt_and_own_keys(normed: bool) -> None:
     torch.manual_seed(0)
     made, turn, qkv = busy(), random_turn(torch.float64, "cpu", normed), torch.randn(6, 8 * 16, dtype=torch.float64)
-    out = decode_ops.attend(qkv, turn, made, 0)
-    for row, lane in enumerate(made.lanes.tolist()):
+    out = decode_ops.paged_attention(qkv, turn, made, 0)
+    for row, lane in enumerate(made.batch_indices.tolist()):
         known, length = made.state[:2, lane].tolist()
         for head in range(4):
             q, k, v = (qkv[row].view(8, 16)[i] for i in (head, 4 + head // 2, 6 + head // 2))
-            if turn.norms is not None:
-                pairs = zip((q, k), turn.norms, strict=True)
+            if turn.qk_norms is not None:
+                pairs = zip((q, k), turn.qk_norms, strict=True)
                 q, k = (norm.weight * x / (x.pow(2).mean() + 1e-6).sqrt() for x, norm in pairs)
             angle_cos, angle_sin = turn.cos[known + length, :8], turn.sin[known + length, :8]
             q, k = (
@@ -331,8 +333,8 @@ def test_attention_is_the_softmax_over_prompt_and_own_keys(normed: bool) -> None
             )
             want = torch.softmax(0.3 * keys @ q, 0) @ values
             assert (out[row].view(4, 16)[head] - want).abs().max() < 1e-12
-            page = made.table[lane, -(-known // PAGE) + length // PAGE]
-            assert torch.allclose(made.cache.layers[0][0][page, head // 2, length % PAGE], k)
+            page = made.block_tables[lane, -(-known // BLOCK_SIZE) + length // BLOCK_SIZE]
+            assert torch.allclose(made.cache.layers[0][0][page, head // 2, length % BLOCK_SIZE], k)
 
 
 def test_a_draw_is_that_of_draw_tokens_and_moves_the_state() -> None:
@@ -341,17 +343,19 @@ def test_a_draw_is_that_of_draw_tokens_and_moves_the_state() -> None:
     logits = torch.randn(6, 700, dtype=torch.float64) * 3
     made.temperature.fill_(0.7)
     before = made.state.clone()
-    u = uniform(before[3, made.lanes], before[1, made.lanes])
-    token, logp, _ = draw_tokens(logits / 0.7, 1.0, SamplingParams(), u)
-    made.ends[0] = token[1]  # the response in lane 1 ends here, that in lane 4 is at the limit, that in 5 was over
-    decode_ops.draw(logits, made, SamplingParams(), False)
+    u = uniform_from_seed(before[3, made.batch_indices], before[1, made.batch_indices])
+    token, logp, _ = sample_tokens(logits / 0.7, 1.0, SamplingParams(), u)
+    made.stop_tokens[0] = token[
+        1
+    ]  # the response in lane 1 ends here, that in lane 4 is at the limit, that in 5 was over
+    decode_ops.sample_next_tokens(logits, made, SamplingParams(), False)
     for row, lane in enumerate([3, 1, 2, 0, 4]):
-        t = int(before[LENGTH, lane])
-        assert made.token[lane, t] == token[row]
+        t = int(before[RESPONSE_LENGTH, lane])
+        assert made.tokens[lane, t] == token[row]
         assert abs(float(made.logp[lane, t] - logp[row])) < 1e-6
-    assert made.state[LENGTH].tolist() == [1, 0, 6, 65, 99, 70, 0]
-    assert made.state[DONE].tolist() == [0, 1, 0, 0, 100, 71, 1]
-    assert torch.equal(made.token[5], torch.zeros_like(made.token[5]))
+    assert made.state[RESPONSE_LENGTH].tolist() == [1, 0, 6, 65, 99, 70, 0]
+    assert made.state[FINISHED_LENGTH].tolist() == [0, 1, 0, 0, 100, 71, 1]
+    assert torch.equal(made.tokens[5], torch.zeros_like(made.tokens[5]))
     assert torch.equal(made.state[:, 5], before[:, 5])
 
 
@@ -359,12 +363,12 @@ def test_tokens_that_are_given_are_fed_and_not_drawn() -> None:
     """Nothing is written of them, not even an end token ends the response; behind them it is drawn again."""
     made = busy()
     torch.manual_seed(0)
-    made.state[GIVEN, 2], made.token[2, 5:7], made.ends[0] = 7, torch.tensor([9, 8]), 9
+    made.state[FORCED_LENGTH, 2], made.tokens[2, 5:7], made.stop_tokens[0] = 7, torch.tensor([9, 8]), 9
     for t, given in ((5, 9), (6, 8)):
-        assert made.state[LENGTH, 2] == t
-        decode_ops.draw(torch.randn(6, 30, dtype=torch.float64), made, SamplingParams(), False)
-        assert (made.state[LAST, 2], made.state[DONE, 2], made.logp[2, t]) == (given, 0, 0)
-    decode_ops.draw(torch.randn(6, 30, dtype=torch.float64), made, SamplingParams(), False)
+        assert made.state[RESPONSE_LENGTH, 2] == t
+        decode_ops.sample_next_tokens(torch.randn(6, 30, dtype=torch.float64), made, SamplingParams(), False)
+        assert (made.state[LAST_TOKEN, 2], made.state[FINISHED_LENGTH, 2], made.logp[2, t]) == (given, 0, 0)
+    decode_ops.sample_next_tokens(torch.randn(6, 30, dtype=torch.float64), made, SamplingParams(), False)
     assert made.logp[2, 7] < 0
 
 
@@ -392,60 +396,70 @@ def test_the_kernels_of_a_layer_compute_their_formulas(dtype: torch.dtype, monke
     torch.manual_seed(0)
     x, y, w = (torch.randn(*s).to(DEVICE, dtype) for s in ((5, 48), (5, 48), (48,)))
     for other in (y, None):
-        for got, want in zip(kernels.add_norm(x, other, w, 1e-5), decode_ops.add_norm(x, other, w, 1e-5), strict=True):
+        for got, want in zip(
+            kernels.add_rms_norm(x, other, w, 1e-5), decode_ops.add_rms_norm(x, other, w, 1e-5), strict=True
+        ):
             near(got, want)
         for add in (0.0, 1.0):
-            near(kernels.add_norm(x, other, w, 1e-5, add)[1], decode_ops.add_norm(x, other, w, 1e-5, add)[1])
-        mixed = [f(x.float(), other, w, 1e-5) for f in (kernels.add_norm, decode_ops.add_norm)]
+            near(kernels.add_rms_norm(x, other, w, 1e-5, add)[1], decode_ops.add_rms_norm(x, other, w, 1e-5, add)[1])
+        mixed = [f(x.float(), other, w, 1e-5) for f in (kernels.add_rms_norm, decode_ops.add_rms_norm)]
         assert mixed[0][0].dtype == torch.float32 and mixed[0][1].dtype == dtype
         near(mixed[0][0], mixed[1][0]), near(mixed[0][1], mixed[1][1])
     wide = torch.randn(5, 64).to(DEVICE, dtype)
-    near(kernels.add_norm(x, wide[:, :48], w, 1e-5)[1], decode_ops.add_norm(x, wide[:, :48], w, 1e-5)[1])
+    near(kernels.add_rms_norm(x, wide[:, :48], w, 1e-5)[1], decode_ops.add_rms_norm(x, wide[:, :48], w, 1e-5)[1])
     both = torch.randn(5, 3000).to(DEVICE, dtype)
-    near(kernels.gated(both), decode_ops.gated(both))
-    near(kernels.gated(both, gelu=True), decode_ops.gated(both, gelu=True))
+    near(kernels.gated_activation(both), decode_ops.gated_activation(both))
+    near(kernels.gated_activation(both, gelu=True), decode_ops.gated_activation(both, gelu=True))
     for rows, out, rank in ((5, 300, 8), (70, 96, 16), (33, 200, 48), (16, 130, 136)):
         whole, b = (torch.randn(*s).to(DEVICE, dtype) for s in ((rows, out + rank + 8), (out, rank)))
-        near(kernels.adapted(whole.clone(), b), decode_ops.adapted(whole.clone(), b))
+        near(kernels.add_lora(whole.clone(), b), decode_ops.add_lora(whole.clone(), b))
         for ranks in ((rank // 2, rank // 2), (0, rank), (rank - 3, 0)):
             own = b.clone()
             own[: out // 2, ranks[0] :], own[out // 2 :, : ranks[0]], own[:, sum(ranks) :] = 0, 0, 0
             for gelu in (False, True):
-                near(kernels.gated(whole.clone(), own, ranks, gelu), decode_ops.gated(whole.clone(), own, ranks, gelu))
+                near(
+                    kernels.gated_activation(whole.clone(), own, ranks, gelu),
+                    decode_ops.gated_activation(whole.clone(), own, ranks, gelu),
+                )
     for normed, repeat, add, channel in (
         (False, 3, None, 32), (True, 1, None, 32), (True, 6, 0.0, 32), (True, 2, 1.0, 32), (False, 3, None, 96),
         (True, 2, 0.0, 24), (False, 1, None, 8),
     ):  # fmt: skip
         monkeypatch.setattr(triton_paged_attention, "MANY", 1 if repeat > 2 else 1000)
-        for cut in (None, (PAGE, 99), (2 * PAGE, 99), (PAGE, 2)):
+        for cut in (None, (BLOCK_SIZE, 99), (2 * BLOCK_SIZE, 99), (BLOCK_SIZE, 2)):
             mine, plain = busy(dtype, DEVICE, channel), busy(dtype, DEVICE, channel)
             parts = None if cut is None else triton_paged_attention.cut_rows(mine, 6, *cut)
             turn = random_turn(dtype, DEVICE, normed, channel, add)
             qkv = torch.randn(6, (2 * repeat + 4) * channel + 16).to(DEVICE, dtype)[:, :-16]
-            near(kernels.attend(qkv, turn, mine, 0, parts), decode_ops.attend(qkv, turn, plain, 0))
-            assert not mine.arrived.any()
+            near(kernels.paged_attention(qkv, turn, mine, 0, parts), decode_ops.paged_attention(qkv, turn, plain, 0))
+            assert not mine.finished_splits.any()
             for got, want in zip(mine.cache.layers[0], plain.cache.layers[0], strict=True):
                 near(got, want)
 
 
 @needs_triton
-@pytest.mark.parametrize(("least", "spread"), [(PAGE, 1000), (2 * PAGE, 24), (4 * PAGE, 3), (PAGE, 1)])
+@pytest.mark.parametrize(
+    ("least", "spread"), [(BLOCK_SIZE, 1000), (2 * BLOCK_SIZE, 24), (4 * BLOCK_SIZE, 3), (BLOCK_SIZE, 1)]
+)
 @pytest.mark.parametrize("rows", [1, 5, 24])
 def test_the_parts_of_rows_cover_them_once_and_the_longest_come_first(rows: int, least: int, spread: int) -> None:
     from ascent.ops.triton_paged_attention import cut_rows
 
-    board, generator = DecodeState.empty(1, 2, 16, 30, 1, 40, 2500, torch.zeros((), device=DEVICE)), torch.Generator()
+    board, generator = (
+        DecodeState.allocate(1, 2, 16, 30, 1, 40, 2500, torch.zeros((), device=DEVICE)),
+        torch.Generator(),
+    )
     known, length = torch.randint(300, (31,), generator=generator), torch.randint(2000, (31,), generator=generator)
     known[3], length[3], known[4], length[5] = 0, 0, 128, 0
-    board.state[0], board.state[LENGTH] = known.to(DEVICE), length.to(DEVICE)
+    board.state[0], board.state[RESPONSE_LENGTH] = known.to(DEVICE), length.to(DEVICE)
     lanes = torch.randperm(30, generator=generator)
-    board.lanes.copy_(lanes)
+    board.batch_indices.copy_(lanes)
     parts = cut_rows(board, rows, least, spread).tolist()
     there = [part for part in parts if part[0] >= 0]
     assert len(parts) <= rows + spread and parts[: len(there)] == there
     sizes = {part[7] for part in there}
-    assert len(sizes) == 1 and min(sizes) >= least and min(sizes) % PAGE == 0
-    ends = [-(-int(known[lane]) // PAGE) * PAGE + int(length[lane]) for lane in lanes[:rows]]
+    assert len(sizes) == 1 and min(sizes) >= least and min(sizes) % BLOCK_SIZE == 0
+    ends = [-(-int(known[lane]) // BLOCK_SIZE) * BLOCK_SIZE + int(length[lane]) for lane in lanes[:rows]]
     before, found = 0, sorted(there, key=lambda part: (part[0], part[4]))
     for row, end in enumerate(ends):
         count = max(1, -(-end // min(sizes)))
@@ -469,17 +483,17 @@ def test_rows_in_parts_draw_what_whole_rows_draw(monkeypatch: pytest.MonkeyPatch
     sampler.decoder = PagedRunner
     want, cuts = sampler.generate(prompts, 1), []
 
-    def share_out(board: DecodeState, rows: int) -> Tensor:
+    def split_long_rows(board: DecodeState, rows: int) -> Tensor:
         cuts.append(rows)
-        return kernels.cut_rows(board, rows, PAGE, 99)
+        return kernels.cut_rows(board, rows, BLOCK_SIZE, 99)
 
     sampler = sampler_of(lm, 5, rows=2)
     sampler.decoder = decoder = decoder_of(lm)
     monkeypatch.setattr(decoder, "ops", kernels)
-    monkeypatch.setattr(kernels, "share_out", share_out)
-    monkeypatch.setattr(cuda_graph, "LONG", PAGE)
+    monkeypatch.setattr(kernels, "split_long_rows", split_long_rows)
+    monkeypatch.setattr(cuda_graph, "LONG", BLOCK_SIZE)
     same(sampler.generate(prompts, 1), want, 1e-4)
-    assert cuts and not decoder.board.arrived.any()
+    assert cuts and not decoder.board.finished_splits.any()
 
 
 PRODUCTS = [(5, 48, 64, (16, 32, 32)), (70, 104, 96, (64, 64, 32, 2)), (3, 36, 72, (16, 16, 16, 3))]
@@ -508,7 +522,7 @@ def test_products_with_few_rows_compute_their_formulas(
         assert torch.equal(tiled_product(x[:1], weight, bias, tile), got[..., :1, :])  # whoever is beside it
         residual = y.contiguous()
         for one, other in zip(
-            kernels.add_norm(residual, got, w, 1e-5), decode_ops.add_norm(residual, want, w, 1e-5), strict=True
+            kernels.add_rms_norm(residual, got, w, 1e-5), decode_ops.add_rms_norm(residual, want, w, 1e-5), strict=True
         ):
             near(one, other)
         if tile.splits == 1:
@@ -561,13 +575,15 @@ def test_given_tokens_are_placed_on_their_pages_as_the_formula_says(
     tokens, pages = 37, 6
     qkv = torch.randn(tokens, (heads + 2 * shared) * channel + 8).to(DEVICE, dtype)[:, :-8]
     angle = torch.randn(tokens, channel // 2).repeat(1, 2).to(DEVICE)
-    where = torch.randperm(pages * PAGE)[:tokens].to(DEVICE)
-    caches = [tuple(torch.zeros(pages, shared, PAGE, channel).to(DEVICE, dtype) for _ in range(2)) for _ in range(2)]
-    about = (angle.cos().to(dtype), angle.sin().to(dtype), where // PAGE, where % PAGE)
-    near(kernels.place_given(qkv, *about, caches[0]), decode_ops.place_given(qkv, *about, caches[1]))
-    seen = torch.randint(pages * PAGE, (71,)).to(DEVICE)
+    where = torch.randperm(pages * BLOCK_SIZE)[:tokens].to(DEVICE)
+    caches = [
+        tuple(torch.zeros(pages, shared, BLOCK_SIZE, channel).to(DEVICE, dtype) for _ in range(2)) for _ in range(2)
+    ]
+    about = (angle.cos().to(dtype), angle.sin().to(dtype), where // BLOCK_SIZE, where % BLOCK_SIZE)
+    near(kernels.rotate_and_write_kv(qkv, *about, caches[0]), decode_ops.rotate_and_write_kv(qkv, *about, caches[1]))
+    seen = torch.randint(pages * BLOCK_SIZE, (71,)).to(DEVICE)
     mine, plain = (
-        ops.gather_keys(cache, seen // PAGE, seen % PAGE)
+        ops.gather_kv(cache, seen // BLOCK_SIZE, seen % BLOCK_SIZE)
         for ops, cache in ((kernels, caches[0]), (decode_ops, caches[1]))
     )
     for got, want in [*zip(*caches, strict=True), *zip(mine, plain, strict=True)]:
@@ -585,14 +601,14 @@ def test_the_kernels_draw_what_the_formula_draws(vocab: int, greedy: bool) -> No
     mine, plain = busy(torch.float32, DEVICE), busy(torch.float32, DEVICE)
     for made in (mine, plain):
         made.temperature.fill_(0.7)
-        made.ends[0] = 5
-        made.state[GIVEN, 2], made.token[2, 5:7] = 7, 5
+        made.stop_tokens[0] = 5
+        made.state[FORCED_LENGTH, 2], made.tokens[2, 5:7] = 7, 5
     for _ in range(3 if DEVICE == "cpu" else 20):
         logits = (torch.randn(6, vocab) * 3).to(DEVICE)
-        kernels.draw(logits, mine, SamplingParams(), greedy)
-        decode_ops.draw(logits, plain, SamplingParams(), greedy)
+        kernels.sample_next_tokens(logits, mine, SamplingParams(), greedy)
+        decode_ops.sample_next_tokens(logits, plain, SamplingParams(), greedy)
     assert torch.equal(mine.state, plain.state)
-    assert torch.equal(mine.token, plain.token)
+    assert torch.equal(mine.tokens, plain.tokens)
     assert (mine.logp - plain.logp).abs().max() < 1e-5
 
 
@@ -670,12 +686,12 @@ def test_a_model_with_more_end_tokens_than_a_board_holds_decodes_without_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lm = model_of(dtype=torch.float32)
-    lm.ends = frozenset(range(decode_state.ENDS))
+    lm.ends = frozenset(range(decode_state.MAX_STOP_TOKENS))
     decoder_of(lm)
     del lm.graph_decoder
     monkeypatch.setattr(type(lm), "device", torch.device("cuda"))
-    lm.ends = frozenset(range(decode_state.ENDS + 1))
-    why = f"it has {decode_state.ENDS + 1} end tokens, and there is room for {decode_state.ENDS}"
+    lm.ends = frozenset(range(decode_state.MAX_STOP_TOKENS + 1))
+    why = f"it has {decode_state.MAX_STOP_TOKENS + 1} end tokens, and there is room for {decode_state.MAX_STOP_TOKENS}"
     assert graph_decoder(lm) == (None, why)
     sampler = sampler_of(lm)
     assert sampler.decoder is PagedRunner

@@ -12,7 +12,7 @@ import torch
 from ascent.inference.block_manager import BlockManager
 from ascent.inference.kv_cache import Decoding
 from ascent.inference.sequence import Sequence
-from ascent.ops.kv_cache import Cache
+from ascent.ops.paged_kv_cache import PagedKVCache
 
 SIZE, SHARED, REPEAT, CHANNEL, SCALE = 4, 2, 3, 8, 0.3
 NEAR = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 0.03}
@@ -51,9 +51,9 @@ def test_a_row_attends_to_its_prompt_and_its_own_tokens(name: str, dtype: torch.
     for p, pages in enumerate(need):
         schedule.prompts[p] = [free.pop(0) for _ in range(pages)]
     torch.manual_seed(0)
-    heads, cache = SHARED * REPEAT, Cache(200, SIZE)
+    heads, cache = SHARED * REPEAT, PagedKVCache(200, SIZE)
     q, k, v = (torch.randn(len(rows), n, 1, CHANNEL).to(dtype) for n in (heads, SHARED, SHARED))
-    for x in cache.at(0, k, v):
+    for x in cache.layer_blocks(0, k, v):
         x.normal_()
     decoding = Decoding(cache, torch.device("cpu"))
     decoding.arrange(rows, schedule)
@@ -77,9 +77,9 @@ def test_a_row_whose_numbers_overflow_spoils_no_other(long: int) -> None:
     """A row that has fewer pages than it gets nothing of them, not even 0 times infinity."""
     schedule: Any = SimpleNamespace(prompts={0: []}, keys={0: 0})
     rows = [Sequence(0, 0, long, list(range(1 + long // SIZE))), Sequence(1, 0, 2, [1 + long // SIZE])]
-    cache = Cache(200, SIZE)
+    cache = PagedKVCache(200, SIZE)
     q, k, v = (torch.randn(2, n, 1, CHANNEL) for n in (SHARED * REPEAT, SHARED, SHARED))
-    keys, values = cache.at(0, k, v)
+    keys, values = cache.layer_blocks(0, k, v)
     keys.normal_(), values.normal_()
     values[rows[0].pages] = math.inf
     decoding = Decoding(cache, torch.device("cpu"))

@@ -180,7 +180,7 @@ def test_other_frequencies_of_turns_are_seen_and_a_table_that_failed_is_made_aga
     first = sampler.generate(Prompts.of(prompts_of()), 2, greedy=True)
     lm.model.get_decoder().rotary_emb.inv_freq.mul_(3.0)
     with monkeypatch.context() as patch:
-        patch.setattr(DecoderModel, "tables", Mock(side_effect=MemoryError))
+        patch.setattr(DecoderModel, "rotary_cache", Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             sampler.generate(Prompts.of(prompts_of()), 2, greedy=True)
     second = sampler.generate(Prompts.of(prompts_of()), 2, greedy=True)

@@ -21,7 +21,7 @@ from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
 from ascent.inference.scheduler import Scheduler
 from ascent.ops import decode_ops, decode_state
-from ascent.ops.kv_cache import Cache
+from ascent.ops.paged_kv_cache import PagedKVCache
 from tests.flash_formulas import FlashFormulas
 from tests.language import AtOnce, InAnyOrder, model_of, prompts_of, sampler_of
 
@@ -242,7 +242,7 @@ def same(got: Rollouts, want: Rollouts) -> None:
 @pytest.fixture
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (paged, decode_ops, decode_state, cuda_graph):
-        monkeypatch.setattr(module, "PAGE", 2)
+        monkeypatch.setattr(module, "BLOCK_SIZE", 2)
     monkeypatch.setattr(paged, "WIDE", 2)
 
 
@@ -396,7 +396,7 @@ def test_a_row_extended_piece_by_piece_has_the_hidden_states_of_one_forward_pass
     lm = model_of()
     ids = torch.randint(lm.vocab, (29,), generator=torch.Generator().manual_seed(0)).tolist()
     want = lm.backbone(torch.tensor([ids])).last_hidden_state[0]
-    cache = Cache(12, 4)
+    cache = PagedKVCache(12, 4)
     from ascent.models.packed_attention import ours
 
     with ours(lm.model):
@@ -414,7 +414,7 @@ def test_rows_of_the_same_lengths_are_extended_in_one_call(monkeypatch: pytest.M
     """Three prompts, two of them as long as each other; then as many tokens behind each. Against one pass for each."""
     from ascent.models.packed_attention import ours
 
-    lm, cache, calls, plain = model_of(), Cache(12, 4), [], F.scaled_dot_product_attention
+    lm, cache, calls, plain = model_of(), PagedKVCache(12, 4), [], F.scaled_dot_product_attention
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda q, *x, **how: calls.append(len(q)) or plain(q, *x, **how)
     )
@@ -477,7 +477,7 @@ def test_a_board_that_has_all_the_room_there_is_stays(monkeypatch: pytest.Monkey
 
 
 def uneven(keys: list[int], heads: int = 2) -> bool:
-    chosen = type("Chosen", (), {"net": type("net", (), {"heads": heads})()})()
+    chosen = type("Chosen", (), {"net": type("net", (), {"num_kv_heads": heads})()})()
     return cuda_graph.CudaGraphRunner.uneven(chosen, keys)
 
 

@@ -26,7 +26,7 @@ from ascent.inference.runners.cuda_graph import graph_decoder
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
 from ascent.inference.stop_strings import Stops
-from ascent.ops.token_sampling import draw_tokens
+from ascent.ops.token_sampling import sample_tokens
 from ascent.rewards.tokenized_task import TokenizedTask
 from ascent.settings import config_from, configure
 from ascent.tasks.text import TextTask
@@ -254,15 +254,15 @@ def test_barred_tokens_come_before_top_p() -> None:
     """p = (½, ¼, ⅛, ⅛), the first barred: ½, ¼, ¼ are left, of which top-p 0.7 keeps two, ⅜ of the whole."""
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]] * 2).log()
     barred = (torch.tensor([True, False]), torch.tensor([0, 0]))
-    token, logp, mass = draw_tokens(logits, 1.0, SamplingParams(top_p=0.7), torch.tensor([0.9, 0.9]).double(), barred)
+    token, logp, mass = sample_tokens(logits, 1.0, SamplingParams(top_p=0.7), torch.tensor([0.9, 0.9]).double(), barred)
     assert token.tolist() == [2, 1] and mass is not None
     assert torch.allclose(mass, torch.tensor([0.375, 0.75])) and torch.allclose(logp.exp(), torch.tensor([0.125, 0.25]))
     certain = torch.tensor([[200.0, 0.0, 1.0]])
-    token, logp, mass = draw_tokens(
+    token, logp, mass = sample_tokens(
         certain, 1.0, SamplingParams(), torch.tensor([0.9]).double(), (barred[0][:1], barred[1])
     )
     assert token.tolist() == [2] and logp.tolist() == [-199.0] and mass is not None and 0 < float(mass) < 1e-30
-    assert draw_tokens(certain, 1.0, SamplingParams(), None, (barred[0][:1], barred[1]))[0].tolist() == [2]
+    assert sample_tokens(certain, 1.0, SamplingParams(), None, (barred[0][:1], barred[1]))[0].tolist() == [2]
 
 
 @pytest.mark.long

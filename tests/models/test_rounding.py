@@ -67,7 +67,7 @@ def test_a_mixed_sampler_rounds_as_its_learner_does(kind: str) -> None:
     lm = rounded("mixed", kind)
     decoder, why = graph_decoder(lm)
     assert decoder is not None, why
-    assert decoder.net.mixed
+    assert decoder.net.float32_residual
     sampler = sampler_of(lm)
     sampler.decoder = decoder
     drawn = sampler.generate(Prompts.of(prompts_of()), 4)
@@ -84,8 +84,8 @@ def test_words_are_drawn_from_float32_logits(monkeypatch: pytest.MonkeyPatch) ->
     decoder, _ = graph_decoder(lm)
     assert isinstance(decoder, CudaGraphRunner)
     monkeypatch.setattr(decoder, "ops", SimpleNamespace(**vars(decoder.ops)))
-    draw = decoder.ops.draw
-    decoder.ops.draw = lambda logits, *more: (seen.append(logits), draw(logits, *more))
+    draw = decoder.ops.sample_next_tokens
+    decoder.ops.sample_next_tokens = lambda logits, *more: (seen.append(logits), draw(logits, *more))
     sampler = sampler_of(lm)
     sampler.decoder = decoder
     sampler.generate(Prompts.of(prompts_of()), 2)

@@ -25,7 +25,7 @@ from ascent.inference.runners.paged import PagedRunner
 from ascent.models.fused_layers import Formulas, fuse, rotating
 from ascent.models.lm_head import Head, token_stats
 from ascent.ops import cpu_kernels
-from ascent.ops.token_sampling import draw_tokens
+from ascent.ops.token_sampling import sample_tokens
 from tests.inference.test_cuda_graph_runner import same
 from tests.language import batch_of, gradient_of, model_of, prompts_of, sampler_of
 from tests.training.test_language_learner import credited, learner_of
@@ -224,10 +224,10 @@ def test_logits_that_are_no_numbers_draw_a_word_whose_log_prob_is_none(kernels: 
 
 def test_all_words_are_drawn_here_and_some_by_torch(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     z, u = randn(30, 500), torch.rand(30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    ours = draw_tokens(z, 0.7, SamplingParams(), u)
-    some = draw_tokens(z, 0.7, SamplingParams(top_k=3), u)
+    ours = sample_tokens(z, 0.7, SamplingParams(), u)
+    some = sample_tokens(z, 0.7, SamplingParams(top_k=3), u)
     monkeypatch.setattr(cpu_kernels, "library", lambda: None)
-    theirs = draw_tokens(z, 0.7, SamplingParams(), u)
+    theirs = sample_tokens(z, 0.7, SamplingParams(), u)
     assert torch.equal(ours[0], theirs[0]) and torch.allclose(ours[1], theirs[1], atol=1e-5)
     assert ours[2] is None and some[2] is not None
 

@@ -22,7 +22,7 @@ from ascent.core.sampling_params import SamplingParams
 from ascent.models.fused_layers import Formulas
 from ascent.models.lm_head import HeadFormulas
 from ascent.ops import decode_ops
-from ascent.ops.decode_state import GIVEN, PAGE
+from ascent.ops.decode_state import BLOCK_SIZE, FORCED_LENGTH
 from ascent.training.compact_adamw import ReferenceOps, join_master, random_keys, split_master
 from tests.inference.test_cuda_graph_runner import busy, random_turn
 from tests.triton_interpreter import INSTRUCTIONS, Interpreter, is_interpreted, spans_of
@@ -137,7 +137,7 @@ def add_norm(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
                         if other.ndim == 2
                         else other.sum(0).to(dtype).double()
                     )
-                    want = decode_ops.add_norm(residual.double(), more, weight.double(), 1e-5, add)
+                    want = decode_ops.add_rms_norm(residual.double(), more, weight.double(), 1e-5, add)
                     assert total.dtype == residual.dtype and normed.dtype == dtype
                     near(total, want[0]), near(normed, want[1], 3)
 
@@ -149,7 +149,11 @@ def gated(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
     for rows, width in ((5, 1500), (1, 1), (3, 1025)):
         both = noise(dtype, rows, 2 * width, scale=3)
         for gelu in (False, True):
-            near(triton_decoding.gated(both, gelu=gelu), decode_ops.gated(both.double(), gelu=gelu), 2)
+            near(
+                triton_decoding.gated_activation(both, gelu=gelu),
+                decode_ops.gated_activation(both.double(), gelu=gelu),
+                2,
+            )
 
 
 @case(*ADAPTED)
@@ -159,8 +163,8 @@ def adapted(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
 
     for rows, out, rank in ((5, 67, 3), (70, 96, 16), (1, 1, 1), (3, 9, 136)):
         whole, b = noise(dtype, rows, out + rank + 8), noise(dtype, out, rank, scale=rank**-0.5)
-        want = decode_ops.adapted(*wide(whole, b))
-        near(triton_decoding.adapted(whole.clone(), b), want)
+        want = decode_ops.add_lora(*wide(whole, b))
+        near(triton_decoding.add_lora(whole.clone(), b), want)
 
 
 @case("triton_decoding._gated_adapted", "triton_decoding._low_rank", *GATED[1:])
@@ -173,8 +177,8 @@ def gated_adapted(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
         whole, b = noise(dtype, rows, 2 * width + rank + 3), noise(dtype, 2 * width, rank, scale=rank**-0.5)
         b[:width, ranks[0] :], b[width:, : ranks[0]] = 0, 0
         for gelu in (False, True):
-            got = triton_decoding.gated(whole.clone(), b, ranks, gelu)
-            near(got, decode_ops.gated(*wide(whole, b), ranks, gelu), 4)
+            got = triton_decoding.gated_activation(whole.clone(), b, ranks, gelu)
+            near(got, decode_ops.gated_activation(*wide(whole, b), ranks, gelu), 4)
 
 
 @case("triton_elementwise._gate", "triton_elementwise._gate_slope")
@@ -235,7 +239,7 @@ def check_products(dtype: torch.dtype) -> None:
             for gate in (None, "silu", "gelu") if tile.splits == 1 else ():
                 if gate is not None:
                     got = tiled_product(x, weight, b, tile, gate)
-                    near(got, decode_ops.gated(want, gelu=gate == "gelu"), 4)
+                    near(got, decode_ops.gated_activation(want, gelu=gate == "gelu"), 4)
 
 
 @case(*PRODUCT, "triton_matmul.active")
@@ -264,17 +268,19 @@ def check_attention(dtype: torch.dtype, patch: pytest.MonkeyPatch, cuts: Iterabl
         for ours, theirs in zip(mine.cache.layers[0], plain.cache.layers[0], strict=True):
             theirs.copy_(ours)
         turn = random_turn(dtype, DEVICE, normed, channel, add)
-        exact_norms = None if turn.norms is None else tuple(n._replace(weight=n.weight.double()) for n in turn.norms)
-        exact = decode_ops.Turn(turn.cos.double(), turn.sin.double(), exact_norms, turn.scale)  # type: ignore[arg-type]
+        exact_norms = (
+            None if turn.qk_norms is None else tuple(n._replace(weight=n.weight.double()) for n in turn.qk_norms)
+        )
+        exact = decode_ops.AttentionParams(turn.cos.double(), turn.sin.double(), exact_norms, turn.scale)  # type: ignore[arg-type]
         qkv = noise(dtype, 6, (2 * repeat + 4) * channel + 16)[:, :-16]
         caches += mine.cache.layers[0]
         parts = None if cut is None else triton_paged_attention.cut_rows(mine, 6, *cut)
         near(
             triton_paged_attention.attend_pages(qkv, turn, mine, 0, parts),
-            decode_ops.attend(qkv.double(), exact, plain, 0),
+            decode_ops.paged_attention(qkv.double(), exact, plain, 0),
             8,
         )
-        assert not mine.arrived.any()
+        assert not mine.finished_splits.any()
         for ours, theirs in zip(mine.cache.layers[0], plain.cache.layers[0], strict=True):
             near(ours, theirs, 4)
     return caches
@@ -292,7 +298,7 @@ def attention_over_blocks(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None
     *ATTEND,
 )
 def attention_over_parts_of_rows(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
-    check_attention(dtype, patch, [(PAGE, 99), (PAGE, 2), (2 * PAGE, 99), (PAGE, 5)])
+    check_attention(dtype, patch, [(BLOCK_SIZE, 99), (BLOCK_SIZE, 2), (2 * BLOCK_SIZE, 99), (BLOCK_SIZE, 5)])
 
 
 @case(
@@ -309,17 +315,17 @@ def given_tokens(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
         blocks = 3
         qkv = noise(dtype, tokens, (heads + 2 * shared) * channel + 8)[:, :-8]
         cos, sin = noise(dtype, tokens, channel), noise(dtype, tokens, channel)
-        where = torch.randperm(blocks * PAGE)[:tokens].to(DEVICE)
-        mine = tuple(torch.zeros(blocks, shared, PAGE, channel, device=DEVICE, dtype=dtype) for _ in range(2))
+        where = torch.randperm(blocks * BLOCK_SIZE)[:tokens].to(DEVICE)
+        mine = tuple(torch.zeros(blocks, shared, BLOCK_SIZE, channel, device=DEVICE, dtype=dtype) for _ in range(2))
         plain = tuple(x.double() for x in mine)
-        got = triton_decoding.place_given(qkv, cos, sin, where // PAGE, where % PAGE, mine)
-        near(got, decode_ops.place_given(*wide(qkv, cos, sin), where // PAGE, where % PAGE, plain))
+        got = triton_decoding.rotate_and_write_kv(qkv, cos, sin, where // BLOCK_SIZE, where % BLOCK_SIZE, mine)
+        near(got, decode_ops.rotate_and_write_kv(*wide(qkv, cos, sin), where // BLOCK_SIZE, where % BLOCK_SIZE, plain))
         near(mine[0], plain[0])
         assert torch.equal(mine[1].double(), plain[1]), "values are not rotated"
-        seen = torch.randint(blocks * PAGE, (33,)).to(DEVICE)
+        seen = torch.randint(blocks * BLOCK_SIZE, (33,)).to(DEVICE)
         for a, b in zip(
-            triton_decoding.gather_keys(mine, seen // PAGE, seen % PAGE),
-            decode_ops.gather_keys(mine, seen // PAGE, seen % PAGE),
+            triton_decoding.gather_kv(mine, seen // BLOCK_SIZE, seen % BLOCK_SIZE),
+            decode_ops.gather_kv(mine, seen // BLOCK_SIZE, seen % BLOCK_SIZE),
             strict=True,
         ):
             assert torch.equal(a, b)
@@ -340,14 +346,14 @@ def draws(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
         mine, plain = busy(torch.float32, DEVICE), busy(torch.float32, DEVICE)
         for board in (mine, plain):
             board.temperature.fill_(0.7)
-            board.ends[0] = 5
-            board.state[GIVEN, 2], board.token[2, 5:7] = 7, 5
+            board.stop_tokens[0] = 5
+            board.state[FORCED_LENGTH, 2], board.tokens[2, 5:7] = 7, 5
         for _ in range(3):
             logits = noise(dtype, 6, vocab, scale=3)
             logits[:, vocab // 2] = float("-inf") if vocab > 1 else 0.0
-            triton_decoding.draw(logits, mine, SamplingParams(), greedy)
-            decode_ops.draw(logits, plain, SamplingParams(), greedy)
-        assert torch.equal(mine.state, plain.state) and torch.equal(mine.token, plain.token)
+            triton_decoding.sample_next_tokens(logits, mine, SamplingParams(), greedy)
+            decode_ops.sample_next_tokens(logits, plain, SamplingParams(), greedy)
+        assert torch.equal(mine.state, plain.state) and torch.equal(mine.tokens, plain.tokens)
         assert float((mine.logp - plain.logp).abs().max()) < 1e-5
 
 
@@ -445,7 +451,7 @@ def prefetches(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
             near(got.sum(0) if tile.splits > 1 else got, decode_ops.linear(*wide(x, weight), None))
             near(
                 tiled_product(x, weight, None, tile._replace(splits=1), "silu"),
-                decode_ops.gated(decode_ops.linear(*wide(x, weight), None)),
+                decode_ops.gated_activation(decode_ops.linear(*wide(x, weight), None)),
                 4,
             )
             asked_for(weight)

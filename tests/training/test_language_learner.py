@@ -23,7 +23,7 @@ from ascent.inference.runners.paged import PagedRunner
 from ascent.models import CausalLM, LanguageModel, lm_head
 from ascent.models.lm_head import Head, token_stats
 from ascent.models.packed_attention import ours
-from ascent.ops.token_sampling import draw_tokens, uniform
+from ascent.ops.token_sampling import sample_tokens, uniform_from_seed
 from ascent.training.language_learner import LanguageCritic, LanguageLearner
 from ascent.training.packing import hidden_states, host_batch, place
 from tests.language import END, batch_of, gradient_of, model_of, prompts_of, rewarded, sampler_of
@@ -262,7 +262,7 @@ def test_the_mass_is_that_of_the_support() -> None:
         (SamplingParams(min_p=0.2), 0.95),
         (SamplingParams(top_k=1), 0.5),
     ):
-        found = draw_tokens(logits, 1.0, support, torch.tensor([0.5], dtype=torch.float64))[2]
+        found = sample_tokens(logits, 1.0, support, torch.tensor([0.5], dtype=torch.float64))[2]
         assert found is not None
         assert abs(float(found[0]) - mass) < 1e-12
 
@@ -275,7 +275,7 @@ def test_tokens_are_drawn_in_proportion(support: SamplingParams) -> None:
     logits = torch.randn(1, 300, dtype=torch.float64) * 3
     grid = 10_000
     u = (torch.arange(grid, dtype=torch.float64) + 0.5) / grid
-    token, logp, _ = draw_tokens(logits.expand(grid, -1), 1.0, support, u)
+    token, logp, _ = sample_tokens(logits.expand(grid, -1), 1.0, support, u)
     p = torch.softmax(logits, -1)
     allowed = torch.where(support.allowed(p), p, 0.0) if not support.whole else p
     share = torch.bincount(token, minlength=300) / grid
@@ -285,12 +285,12 @@ def test_tokens_are_drawn_in_proportion(support: SamplingParams) -> None:
 
 def test_the_streams_of_responses_are_uniform_and_unrelated() -> None:
     seeds = torch.randint(2**62, (400,), generator=torch.Generator().manual_seed(0))
-    u = uniform(seeds[:, None], torch.arange(400)[None])
+    u = uniform_from_seed(seeds[:, None], torch.arange(400)[None])
     assert u.min() >= 0
     assert u.max() < 1
     counts = torch.histc(u, 100, 0, 1)
     assert float(((counts - 1600) ** 2 / 1600).sum()) < 150  # chi-squared with 99 degrees of freedom: p < 0.001
-    near = uniform(torch.arange(1000), torch.zeros(1000, dtype=torch.long)) - 0.5
+    near = uniform_from_seed(torch.arange(1000), torch.zeros(1000, dtype=torch.long)) - 0.5
     assert abs(float((near[1:] * near[:-1]).mean())) < 0.01
     again = u - 0.5
     assert abs(float((again[:, 1:] * again[:, :-1]).mean())) < 0.002

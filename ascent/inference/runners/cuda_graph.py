@@ -28,14 +28,22 @@ from ascent.inference.prefill import WORK, CapturedPasses, Prefill
 from ascent.inference.scheduler import Scheduler
 from ascent.inference.sequence import NOWHERE, Sequence
 from ascent.models.causal_lm import LanguageModel
-from ascent.models.decoder_model import GAP, DecoderModel, UnsupportedArchitectureError
+from ascent.models.decoder_model import MAX_HIDDEN_ERROR, DecoderModel, UnsupportedArchitectureError
 from ascent.models.lora import shaken
 from ascent.models.packed_attention import Group, Packed, ours, send
 from ascent.models.quantization import parameter_count
 from ascent.ops import decode_ops as formulas
 from ascent.ops import load_kernels
 from ascent.ops.cuda_graphs import CudaGraphs, NoGraphs
-from ascent.ops.decode_state import DONE, ENDS, KNOWN, LAST, LENGTH, PAGE, DecodeState
+from ascent.ops.decode_state import (
+    BLOCK_SIZE,
+    FINISHED_LENGTH,
+    LAST_TOKEN,
+    MAX_STOP_TOKENS,
+    PROMPT_LENGTH,
+    RESPONSE_LENGTH,
+    DecodeState,
+)
 
 BUCKETS = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Rows that graphs are captured for, besides all rows."""
@@ -65,11 +73,11 @@ def graph_decoder(lm: LanguageModel) -> tuple[CudaGraphRunner | None, str | None
     """The decoder of this model, which all its samplers share; or None and why there is none."""
     if hasattr(lm, "graph_decoder"):
         return lm.graph_decoder, None  # type: ignore[return-value]
-    if len(lm.ends) > ENDS:
-        return None, f"it has {len(lm.ends)} end tokens, and there is room for {ENDS}"
+    if len(lm.ends) > MAX_STOP_TOKENS:
+        return None, f"it has {len(lm.ends)} end tokens, and there is room for {MAX_STOP_TOKENS}"
     try:
         decoder = CudaGraphRunner(lm)
-        gap, bound = decoder.gap(), GAP.get(lm.model.dtype, 1e-3)
+        gap, bound = decoder.gap(), MAX_HIDDEN_ERROR.get(lm.model.dtype, 1e-3)
     except UnsupportedArchitectureError as error:
         return None, str(error)
     if not gap < bound:
@@ -113,22 +121,29 @@ class CudaGraphRunner:
         room: int = 0,
     ) -> DecodeLoop:
         rows, keys = min(rows, len(drawn.length)), [len(p) - 1 for p in prompts]
-        long, longest = -(-drawn.limit // PAGE), -(-max(keys, default=drawn.longest) // PAGE)
+        long, longest = -(-drawn.limit // BLOCK_SIZE), -(-max(keys, default=drawn.longest) // BLOCK_SIZE)
         slots = min(len(prompts) or rows, 4 * -(-rows // samples) + TOGETHER)  # prompts whose responses are under way
         pages = self._pages(rows * long + slots * longest, long + longest)
-        pages = min(pages, -(-room // PAGE)) if room else pages
+        pages = min(pages, -(-room // BLOCK_SIZE)) if room else pages
         self.prepare(rows, pages, -(-(long + longest) // 8) * 8, drawn.limit)
-        self.board.limit.fill_(drawn.limit)
-        self.board.ends.copy_(torch.cat([drawn.ends, torch.full((ENDS - len(drawn.ends),), -1)]))
+        self.board.max_tokens.fill_(drawn.limit)
+        self.board.stop_tokens.copy_(torch.cat([drawn.ends, torch.full((MAX_STOP_TOKENS - len(drawn.ends),), -1)]))
         drawn.timeline.capacity = rows
         schedule = Scheduler(
-            keys, samples, rows, drawn.limit, BlockManager(pages, PAGE), TOGETHER, begun=drawn.begun, over=drawn.before
+            keys,
+            samples,
+            rows,
+            drawn.limit,
+            BlockManager(pages, BLOCK_SIZE),
+            TOGETHER,
+            begun=drawn.begun,
+            over=drawn.before,
         )
         return DecodeLoop(self, prompts, schedule, drawn)
 
     def _pages(self, wanted: int, least: int) -> int:
         """Pages for a call: all that it can need, or as many as fit. Where no more fit, the board stays as it is."""
-        have = 0 if self.board is None else self.board.room[1]
+        have = 0 if self.board is None else self.board.capacity[1]
         if have >= wanted or (self.full and have >= least):
             return min(wanted, have)
         wanted += wanted // 8  # later prompts may be longer
@@ -138,7 +153,7 @@ class CudaGraphRunner:
             own = torch.cuda.memory_allocated()
             free = min(self.lm.limit, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()) - own
             net = self.net
-            page = 2 * len(net.layers) * net.heads * PAGE * net.channel * net.embedding.element_size()
+            page = 2 * len(net.layers) * net.num_kv_heads * BLOCK_SIZE * net.head_dim * net.embedding.element_size()
             most = int(SHARE * free) // page
             self.full, wanted = most < wanted, max(least, min(wanted, most))
         return wanted
@@ -159,15 +174,17 @@ class CudaGraphRunner:
                 self.forget()
             self.net, self.places = net, self._places()
         net = self.net
-        if self.board is not None and self.board.holds(rows, pages, width, limit):
+        if self.board is not None and self.board.fits(rows, pages, width, limit):
             return
         if self.board is not None:
-            rows, pages, width, limit = map(max, self.board.room, (rows, pages, width, limit))
+            rows, pages, width, limit = map(max, self.board.capacity, (rows, pages, width, limit))
         self.board = None  # type: ignore[assignment]
         self.forget()
         like = net.embedding.detach()
-        self.board = DecodeState.empty(len(net.layers), net.heads, net.channel, rows, pages, width, limit, like)
-        self.tables = net.tables(width * PAGE)
+        self.board = DecodeState.allocate(
+            len(net.layers), net.num_kv_heads, net.head_dim, rows, pages, width, limit, like
+        )
+        self.tables = net.rotary_cache(width * BLOCK_SIZE)
         self.lanes_now = []
 
     def _places(self) -> list[int]:
@@ -181,14 +198,14 @@ class CudaGraphRunner:
     def step(self, rows: int, uneven: bool, support: SamplingParams, greedy: bool) -> None:
         """The next token of the first `rows` rows."""
         hidden = self.net.hidden(self.ops, self.board, self.tables, rows, uneven)
-        self.ops.draw(self.net.head.logits(hidden), self.board, support, greedy)
+        self.ops.sample_next_tokens(self.net.head.logits(hidden), self.board, support, greedy)
 
     def graph(self, rows: int, support: SamplingParams, greedy: bool, uneven: bool = False) -> Callable[[], None]:
         """A step as one launch; captured at its first use, with every row on the lane that is nobody's."""
         run = partial(self.step, rows, uneven, support, greedy)
         key = (rows, uneven, support.min_tokens if greedy else support)
         if key not in self.graphs:
-            self.board.lanes.fill_(self.board.rows)
+            self.board.batch_indices.fill_(self.board.max_num_seqs)
             self.lanes_now = []
             self.passes.graphs.warm(run)
             self.graphs[key] = self.passes.graphs.capture(run)
@@ -196,16 +213,16 @@ class CudaGraphRunner:
 
     def choose(self, lanes: list[int]) -> int:
         """Let the next steps work on these lanes; how many rows such a step has."""
-        rows = min([self.board.rows, *(n for n in BUCKETS if n >= len(lanes))])
-        lanes = lanes + [self.board.rows] * (rows - len(lanes))
+        rows = min([self.board.max_num_seqs, *(n for n in BUCKETS if n >= len(lanes))])
+        lanes = lanes + [self.board.max_num_seqs] * (rows - len(lanes))
         if lanes != self.lanes_now:
-            self.board.lanes[:rows].copy_(self.sent(lanes), non_blocking=True)
+            self.board.batch_indices[:rows].copy_(self.sent(lanes), non_blocking=True)
             self.lanes_now = lanes
         return rows
 
     def uneven(self, keys: list[int]) -> bool:
         """Would the longest of rows with so many keys keep the others waiting?"""
-        longest, few = max(keys), len(keys) * self.net.heads < FEW
+        longest, few = max(keys), len(keys) * self.net.num_kv_heads < FEW
         return longest > LONG and (few or longest > UNEVEN * sum(keys) / len(keys))
 
     def sent(self, numbers: list[Any]) -> Tensor:
@@ -216,7 +233,7 @@ class CudaGraphRunner:
         """How far our hidden states are from the model's own on a few random tokens, relative to their size."""
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.lm.vocab, (2, 12), generator=generator)
-        before, own = -(-5 // PAGE), -(-8 // PAGE)
+        before, own = -(-5 // BLOCK_SIZE), -(-8 // BLOCK_SIZE)
         pages = list(range(before + 2 * own))
         device = self.lm.device
         with shaken(self.lm.model), ours(self.lm.model):
@@ -228,10 +245,14 @@ class CudaGraphRunner:
             for i in range(2):
                 extend(self.prefill, board.cache, [ids[i, :5].tolist()], [Segment(pages, 5)])
                 rows = [pages[: before + own], pages[:before] + pages[before + own :]]
-                board.table[:2, : before + own] = torch.tensor(rows, dtype=torch.int32)
+                board.block_tables[:2, : before + own] = torch.tensor(rows, dtype=torch.int32)
                 self.choose([0, 1])
                 for t in range(7):
-                    board.state[KNOWN, :2], board.state[LENGTH, :2], board.state[LAST, :2] = 5, t, ids[i, 5 + t]
+                    board.state[PROMPT_LENGTH, :2], board.state[RESPONSE_LENGTH, :2], board.state[LAST_TOKEN, :2] = (
+                        5,
+                        t,
+                        ids[i, 5 + t],
+                    )
                     got = self.net.hidden(self.ops, board, self.tables, 2)
                     apart.append((got[1] - want[i, t]).double().norm() / want[i, t].double().norm())
         self.board = None  # type: ignore[assignment]
@@ -327,7 +348,7 @@ class DecodeLoop:
 
     @property
     def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.board.token, self.board.logp, self.board.mass
+        return self.board.tokens, self.board.logp, self.board.kept_mass
 
     def _admit(self) -> None:
         """Responses into free lanes: their pages, the token that is fed next (a new one's is the prompt's last)."""
@@ -347,7 +368,7 @@ class DecodeLoop:
         if back and steps <= PREFILL * len(schedule.running) and not self.drawn.reads:
             cells = [(r.lane, starts[r.response] + i, t) for r in back for i, t in enumerate(tokens[r.response][1:])]
             lane, place, token = self.decoder.sent(cells).t()
-            self.board.token[lane, place] = token
+            self.board.tokens[lane, place] = token
             for row in back:
                 self.fed[row.response], row.length = row.length, starts[row.response]
         if encoded := [row for row in entering if row.length > starts[row.response]]:
@@ -405,7 +426,7 @@ class DecodeLoop:
             cells += [(row.lane, first + i, page) for i, page in enumerate(pages)]
         if cells:
             lane, column, page = self.decoder.sent(cells).t()
-            self.board.table[lane, column] = page.int()
+            self.board.block_tables[lane, column] = page.int()
 
     def _launch(self) -> Callable[[], None] | None:
         """Enqueue the next steps; returned is what to do when they are over. None: there is nothing to run."""
@@ -437,11 +458,11 @@ class DecodeLoop:
         for row, _, after in ran:
             row.length = after
         self.launches += 1
-        read = [self.board.state[DONE]]
+        read = [self.board.state[FINISHED_LENGTH]]
         if self.drawn.reads:  # the tokens of these steps
             places = [[min(start + i, self.limit - 1) for i in range(steps)] for _, start, _ in ran]
             where = self.decoder.sent(lanes)[:, None], self.decoder.sent(places)
-            read += [self.board.token[where], *([self.board.logp[where]] if self.drawn.watched else [])]
+            read += [self.board.tokens[where], *([self.board.logp[where]] if self.drawn.watched else [])]
         if not self.decoder.on_card:
             return partial(self._settle, self.launches, ran, [tensor.clone() for tensor in read], None)
         copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in read]

@@ -23,13 +23,13 @@ from ascent.inference.kv_cache import Decoding
 from ascent.inference.scheduler import Scheduler
 from ascent.inference.sequence import Sequence
 from ascent.models.causal_lm import LanguageModel
-from ascent.models.decoder_model import GAP, DecoderModel, Layer, UnsupportedArchitectureError, norm_heads
+from ascent.models.decoder_model import MAX_HIDDEN_ERROR, DecoderModel, Layer, UnsupportedArchitectureError, norm_heads
 from ascent.models.lm_head import Head
 from ascent.models.lora import Copies, copy_adapters, shaken, taken_apart
 from ascent.models.packed_attention import Group, Packed, ours
 from ascent.models.quantization import is_packed
 from ascent.ops import cpu_kernels, decode_ops
-from ascent.ops.kv_cache import Cache, Pair
+from ascent.ops.paged_kv_cache import PagedKVCache, TensorPair
 
 ROWS, MANY = 64, 256
 """Rows of a product that oneDNN packs a matrix for; others work too. And rows that MKL multiplies faster than C."""
@@ -52,19 +52,21 @@ class FewPasses:
     """Parts of a step (see step.py) in place: with few rows a pass costs as much to start as to compute."""
 
     @staticmethod
-    def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, add: float | None = None) -> Pair:
+    def add_rms_norm(
+        x: Tensor, y: Tensor | None, weight: Tensor, eps: float, weight_offset: float | None = None
+    ) -> TensorPair:
         """x ← x + y, in place, and its norm. Half precision and other forms of norms: as step.py has it."""
         given = [x, weight] if y is None else [x, y, weight]
         if cpu_kernels.fits(*given) and all(one.is_contiguous() for one in given):
-            return cpu_kernels.norm_rows(x, y, weight, eps, add or 0.0)
-        if add is not None or x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.float64):
-            return decode_ops.add_norm(x, y, weight, eps, add)
+            return cpu_kernels.norm_rows(x, y, weight, eps, weight_offset or 0.0)
+        if weight_offset is not None or x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.float64):
+            return decode_ops.add_rms_norm(x, y, weight, eps, weight_offset)
         x = x if y is None else x.add_(y)
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x, torch.mul(x, (size * size).div_(x.shape[-1]).add_(eps).rsqrt_()).mul_(weight)
 
     @staticmethod
-    def gated(both: Tensor, gelu: bool = False) -> Tensor:
+    def gated_activation(both: Tensor, gelu: bool = False) -> Tensor:
         """act(gate)·up, the two side by side."""
         gate, up = both.chunk(2, -1)
         return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)).mul_(up)
@@ -106,7 +108,7 @@ class PackedMatmul:
         self.bias = torch.cat(self.biases) if self.biases else None
         self.state = now
 
-    def __call__(self, x: Tensor, ops: Any, parts: bool = False) -> Tensor:
+    def __call__(self, x: Tensor, ops: Any, split_k: bool = False) -> Tensor:
         if isinstance(self.copy, cpu_kernels.Panels):
             y = self._plain(x) if self.copy.gated or len(x) >= MANY else self.copy(x, self.bias)
         elif self.copy.is_mkldnn and len(x) == 1:
@@ -125,7 +127,7 @@ class PackedMatmul:
     def gated(self, x: Tensor, ops: Any, gelu: bool) -> Tensor:
         if isinstance(self.copy, cpu_kernels.Panels) and self.copy.gated and len(x) < MANY:
             return self.copy(x, self.bias, gelu)
-        return ops.gated(self(x, ops), gelu=gelu)
+        return ops.gated_activation(self(x, ops), gelu=gelu)
 
 
 def _copied(weights: list[Tensor]) -> Tensor:
@@ -167,7 +169,7 @@ class PackedCpuModel:
         self.parameters = list(self.lm.model.parameters())
         self.places = self._places()
         """Of the parameters and the frequencies of turns, when the model was looked through."""
-        self.tables: dict[str | None, Pair] = {}
+        self.tables: dict[str | None, TensorPair] = {}
         """By kind of rotation, cosines and sines (`_signed`) of the first positions."""
 
     def _places(self) -> list[Any]:
@@ -192,8 +194,8 @@ class PackedCpuModel:
 
     def decoding(self, pages: int, size: int) -> RowByRow | Decoding:
         """The layout of a step, with so many pages of this size."""
-        by_row = cpu_kernels.fits(self.net.embedding) and cpu_kernels.attends(self.net.channel, size)
-        cache = Cache(pages, size, by_row)
+        by_row = cpu_kernels.fits(self.net.embedding) and cpu_kernels.attends(self.net.head_dim, size)
+        cache = PagedKVCache(pages, size, by_row)
         return RowByRow(cache) if by_row else Decoding(cache, self.device)
 
     @property
@@ -210,39 +212,39 @@ class PackedCpuModel:
             product.renew(version)
         return self.head
 
-    def _turns(self, positions: Tensor) -> dict[str | None, Pair]:
+    def _turns(self, positions: Tensor) -> dict[str | None, TensorPair]:
         """By kind of rotation, cosines and sines at these positions, from tables that grow with them."""
         most, there = int(positions.max()) + 1, max((len(cos) for cos, _ in self.tables.values()), default=0)
         if most > there:
-            pairs = dict(zip(self.net.rotations, self.net.tables(max(most, 2 * there)), strict=True))
+            pairs = dict(zip(self.net.layer_types, self.net.rotary_cache(max(most, 2 * there)), strict=True))
             self.tables = {kind: _signed(*pair) for kind, pair in pairs.items()}
         return {kind: (cos[positions], sin[positions]) for kind, (cos, sin) in self.tables.items()}
 
     @torch.no_grad()
     def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
         """Last hidden states `[row position width]` of tokens that the layout brings together with what they see."""
-        net, channel = self.net, self.net.channel
+        net, channel = self.net, self.net.head_dim
         turns = self._turns(positions.flatten())
 
         def attend(i: int, layer: Layer, qkv: Tensor) -> Tensor:
-            if layer.norms_qk is not None and not layer.norms_all(channel):
-                qkv = norm_heads(qkv, layer.norms_qk, net.heads)
+            if layer.qk_norms is not None and not layer.norms_across_heads(channel):
+                qkv = norm_heads(qkv, layer.qk_norms, net.num_kv_heads)
             if isinstance(layout, RowByRow):
-                return layout.mix(i, qkv, turns[net.rotations[i]], net.heads, layer.scale)
+                return layout.mix(i, qkv, turns[net.layer_types[i]], net.num_kv_heads, layer.scale)
             parts = qkv.view(*ids.shape, -1, channel)
-            both, v = parts[:, :, : -net.heads], parts[:, :, -net.heads :]
-            both = _turned(both, *turns[net.rotations[i]])
-            q, k = both[:, :, : -net.heads], both[:, :, -net.heads :]
+            both, v = parts[:, :, : -net.num_kv_heads], parts[:, :, -net.num_kv_heads :]
+            both = _turned(both, *turns[net.layer_types[i]])
+            q, k = both[:, :, : -net.num_kv_heads], both[:, :, -net.num_kv_heads :]
             out = layout.attend(i, *(part.transpose(1, 2) for part in (q, k, v)), layer.scale)
             return out.reshape(len(qkv), -1)
 
-        return net.through(FewPasses, ids.flatten(), attend).view(*ids.shape, -1)
+        return net.forward(FewPasses, ids.flatten(), attend).view(*ids.shape, -1)
 
 
 class RowByRow:
     """The layout of a step (`Decoding` in cache.py) whose attention is one call of C, row by row."""
 
-    def __init__(self, cache: Cache):
+    def __init__(self, cache: PagedKVCache):
         self.cache = cache
 
     def arrange(self, rows: GenericSequence[Sequence], schedule: Scheduler) -> None:
@@ -258,15 +260,15 @@ class RowByRow:
         self.length = torch.tensor([row.length for row in rows])
         return self.known + self.length
 
-    def mix(self, layer: int, qkv: Tensor, turn: Pair, heads: int, scale: float) -> Tensor:
+    def mix(self, layer: int, qkv: Tensor, turn: TensorPair, heads: int, scale: float) -> Tensor:
         """Of queries, keys and values as one product brings them: what attention makes of them."""
         channel = turn[0].shape[-1]
         like = qkv[:1, : heads * channel].view(1, heads, 1, channel)
         rows = (self.before, self.known, self.length)
-        return cpu_kernels.attend_rows(qkv, turn, scale, self.cache.at(layer, like, like), self.table, rows)
+        return cpu_kernels.attend_rows(qkv, turn, scale, self.cache.layer_blocks(layer, like, like), self.table, rows)
 
 
-def _signed(cos: Tensor, sin: Tensor) -> Pair:
+def _signed(cos: Tensor, sin: Tensor) -> TensorPair:
     """Cosines and sines `[token 1 channel]` for `_turned`: one multiplies (a, b), and one (b, a)."""
     first, second = sin.chunk(2, -1)
     return cos.unsqueeze(1), torch.cat([-first, second], -1).unsqueeze(1)
@@ -290,7 +292,7 @@ def prepacked(lm: LanguageModel) -> PackedCpuModel | None:
         off = gap(packed)
     except UnsupportedArchitectureError:
         return None
-    return packed if off < GAP.get(lm.model.dtype, 1e-3) else None
+    return packed if off < MAX_HIDDEN_ERROR.get(lm.model.dtype, 1e-3) else None
 
 
 @torch.no_grad()

@@ -11,9 +11,9 @@ from ascent.inference.scheduler import Scheduler
 from ascent.inference.sequence import Sequence
 from ascent.models.causal_lm import LanguageModel
 from ascent.models.packed_attention import ours
-from ascent.ops.kv_cache import Cache
+from ascent.ops.paged_kv_cache import PagedKVCache
 
-PAGE, WIDE = 32, 64
+BLOCK_SIZE, WIDE = 32, 64
 """Tokens on a page of the cache; wide ones, which are fewer, where there is room for all that rows can need."""
 
 
@@ -38,7 +38,7 @@ class PagedRunner:
         self.lm, self.prompts, self.drawn, self.net = lm, dict(enumerate(prompts)), drawn, net or lm
         rows, lengths = min(rows, len(drawn.length)), [len(p) for p in prompts]
         slots = min(len(prompts) or rows, -(-rows // samples) + 1)
-        size = PAGE if room else WIDE
+        size = BLOCK_SIZE if room else WIDE
         own = rows * -(-drawn.limit // size)
         most = own + slots * -(-max(lengths, default=drawn.longest) // size)
         pages = BlockManager(min(most, -(-room // size)), size) if room else BlockManager(most, size, own)
@@ -48,7 +48,7 @@ class PagedRunner:
         self.decoding = (
             net.decoding(pages.count, size)
             if isinstance(net, PackedCpuModel)
-            else Decoding(Cache(pages.count, size), lm.device)
+            else Decoding(PagedKVCache(pages.count, size), lm.device)
         )
         self.cache = self.decoding.cache
         self.hidden: dict[int, Tensor] = {}
