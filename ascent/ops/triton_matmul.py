@@ -1,9 +1,11 @@
-"""Few rows times a matrix of the model, in Triton: the products of a decoding step, `linear` and `gated_linear` in
-sampling/step.py.
+"""Matmuls of few rows with a weight matrix, in Triton: `linear` and `gated_linear` of decode_ops.py in a decode step.
 
-Such a product is short: what it waits for counts, not what it computes. So programs are many and small, the sum over a
-long row of the matrix is shared out among several (the norm behind the product adds them up), gate and up meet inside
-one program, and a kernel is launched while the one before it still runs (`early`).
+    linear         x·Wᵀ + b
+    gated_linear   act(x·W_gateᵀ) · x·W_upᵀ
+
+Such a matmul is bound by latency and memory bandwidth. So programs are many and small, the sum over a long row of the
+matrix is split among several programs (split-K; the RMSNorm after the matmul adds the partial sums), gate and up are
+combined inside one program, and a kernel is launched before its predecessor ends (programmatic dependent launch).
 """
 
 # mypy: disallow-untyped-defs=False, disallow-any-generics=False
@@ -19,147 +21,154 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-FEW, SOME = 16, 64
-"""Rows that are few: then a product takes as long as its matrix takes to be read; and some, where that is nearly so."""
-WORK, LARGE, LARGEST = 1e9, 4e6, 3e7
-"""Multiplications, numbers in a matrix, and such numbers with some rows, up to which our products are the shorter."""
-WIDE, DEEP = 390_000, 1024
+FEW_ROWS, SOME_ROWS = 16, 64
+"""Up to FEW_ROWS rows a matmul takes as long as reading its matrix; up to SOME_ROWS nearly so."""
+MAX_MULTIPLICATIONS, LARGE_MATRIX, MAX_MATRIX = 1e9, 4e6, 3e7
+"""Limits up to which these kernels beat cuBLAS: multiplications of a matmul with at most LARGE_MATRIX weights, and
+weights of a matmul with at most SOME_ROWS rows."""
+WIDE_OUTPUT, MIN_WIDE_DEPTH = 390_000, 1024
 """Numbers in the output, and in a sum, from which on a program computes 128 columns."""
-PLACES = 132
-"""Programs that run at once, if each takes most of a multiprocessor's memory."""
-MOST_PARTS, SHARE = 8, 512
-"""The most parts of a sum, and the least numbers in one."""
-LONG = 4096
-"""Numbers in a sum from which on cuBLAS computes it in parts."""
-FETCHED = 4_000_000
-"""Numbers in a matrix that is asked for before it is read, at most: a larger one comes as fast without."""
-MEMORY = 200 * 1024
+NUM_SMS = 132
+"""Programs that run at once if each takes most of a multiprocessor's memory: the multiprocessors of an H100 or H200."""
+MAX_SPLITS, MIN_SPLIT_DEPTH = 8, 512
+"""Limits of split-K: the number of splits, and the numbers in the partial sum of each."""
+MIN_CUBLAS_SPLIT_DEPTH = 4096
+"""Numbers in a sum from which on cuBLAS uses split-K."""
+MAX_PREFETCHED_WEIGHTS = 4_000_000
+"""Larger matrices gain nothing from a prefetch."""
+MIN_SHARED_MEMORY = 200 * 1024
 """Bytes of shared memory that a program may take."""
 
 
 @cache
-def early() -> dict[str, Any]:
-    """How to launch a kernel that may begin while the one before it runs: it waits itself (`await_inputs`)."""
-    there = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
-    return {"EARLY": True, "launch_pdl": True} if there else {"EARLY": False}
+def pdl_options() -> dict[str, Any]:
+    """Return launch options for programmatic dependent launch: the kernel may start before its predecessor ends.
+
+    Such a kernel calls `wait_for_inputs` itself. Supported from Hopper on.
+    """
+    supported = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+    return {"PDL": True, "launch_pdl": True} if supported else {"PDL": False}
 
 
 @triton.jit
-def await_inputs(EARLY: tl.constexpr):
-    """Let the next kernel be launched, and wait until all before this one are complete.
+def wait_for_inputs(PDL: tl.constexpr):
+    """Allow the next kernel to launch, and wait until all previous kernels have completed.
 
-    Before it a kernel may read what no other kernel of a step writes: parameters, tables, and keys of earlier steps.
+    Before this call a kernel may read only what no other kernel of a step writes: parameters, tables, and keys of
+    earlier steps.
     """
-    if EARLY:
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
 
 
 @triton.jit
-def fetch(at, size):
-    """Ask for `size` bytes from each of these addresses on: they are in the card's cache when they are read."""
+def prefetch_l2(at, num_bytes):
+    """Prefetch `num_bytes` bytes from each of these addresses into the L2 cache."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-        [at.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
+        [at.to(tl.int64), num_bytes], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 class Tile(NamedTuple):
-    """What one program computes: rows and columns of the output, and how much of the sum it adds at a time."""
+    """The tile of one program: BLOCK_M rows and BLOCK_N columns of the output, BLOCK_K numbers of the sum at a time."""
 
-    rows: int
-    width: int
-    depth: int
+    block_m: int
+    block_n: int
+    block_k: int
     splits: int = 1
-    """Programs among which a sum is shared out."""
+    """Programs that share one sum (split-K)."""
     stages: int = 4
-    """Reads that are under way at once."""
+    """Reads in flight at once."""
 
 
-def tile_for(x: Tensor, weight: Tensor, gate: bool = False, parts: bool = False) -> Tile | None:
-    """How to compute this product here; None: cuBLAS is as fast, or these tensors cannot be read in tiles."""
-    if x.dtype not in (torch.bfloat16, torch.float16) or not _roomy():
+def choose_tile(x: Tensor, weight: Tensor, gate: bool = False, split_k: bool = False) -> Tile | None:
+    """Return the tile for this matmul, or None if cuBLAS is as fast or the tensors cannot be read in tiles."""
+    if x.dtype not in (torch.bfloat16, torch.float16) or not _has_enough_shared_memory():
         return None
     if any(t.stride(1) != 1 or t.stride(0) % 8 or t.data_ptr() % 16 for t in (x, weight)):
         return None
     width, depth = weight.shape
-    return tile_of(len(x), width, depth, gate, parts)
+    return choose_tile_for_shape(len(x), width, depth, gate, split_k)
 
 
 @cache
-def _roomy() -> bool:
-    if not early()["EARLY"]:
+def _has_enough_shared_memory() -> bool:
+    if not pdl_options()["PDL"]:
         return False
-    return bool(getattr(torch.cuda.get_device_properties(), "shared_memory_per_block_optin", 0) >= MEMORY)
+    shared_memory = getattr(torch.cuda.get_device_properties(), "shared_memory_per_block_optin", 0)
+    return bool(shared_memory >= MIN_SHARED_MEMORY)
 
 
-def tile_of(rows: int, width: int, depth: int, gate: bool, parts: bool) -> Tile | None:
-    """The tile of a product that is shorter so than by cuBLAS, measured on an H200 (docs/performance.md).
+def choose_tile_for_shape(rows: int, width: int, depth: int, gate: bool, split_k: bool) -> Tile | None:
+    """Return the tile of a matmul that is faster than cuBLAS with it, measured on an H200 (docs/performance.md).
 
-    A program reads far ahead. Where there are more of them than places for such programs, each reads less far.
+    Where there are more programs than multiprocessors, each has fewer reads in flight.
     """
-    if width * depth > LARGE:
-        return _tile_of_large(rows, width, depth, gate, parts)
-    if rows * width * depth > WORK:
+    if width * depth > LARGE_MATRIX:
+        return _choose_tile_for_large_matrix(rows, width, depth, gate, split_k)
+    if rows * width * depth > MAX_MULTIPLICATIONS:
         return None
     width //= 2 if gate else 1
-    few = rows <= SOME
-    high = (16 if rows <= FEW else 32) if few else 64
-    wide = 128 if not few and not gate and depth >= DEEP and rows * width >= WIDE else 64
-    programs = triton.cdiv(rows, high) * triton.cdiv(width, wide)
-    places = PLACES if few or wide == 128 else 2 * PLACES
-    splits = max(1, min(MOST_PARTS, depth // SHARE, places // programs)) if parts else 1
-    crowded = programs * splits > PLACES
+    few = rows <= SOME_ROWS
+    block_m = (16 if rows <= FEW_ROWS else 32) if few else 64
+    block_n = 128 if not few and not gate and depth >= MIN_WIDE_DEPTH and rows * width >= WIDE_OUTPUT else 64
+    programs = triton.cdiv(rows, block_m) * triton.cdiv(width, block_n)
+    max_programs = NUM_SMS if few or block_n == 128 else 2 * NUM_SMS
+    splits = max(1, min(MAX_SPLITS, depth // MIN_SPLIT_DEPTH, max_programs // programs)) if split_k else 1
+    crowded = programs * splits > NUM_SMS
     if gate:
-        return Tile(high, wide, 64 if crowded and not few else 128)
+        return Tile(block_m, block_n, 64 if crowded and not few else 128)
     if few:
-        return Tile(high, wide, 128, splits, 6 if depth // splits >= 768 else 4)
-    return Tile(high, wide, 128, splits, 3 if crowded else 4)
+        return Tile(block_m, block_n, 128, splits, 6 if depth // splits >= 768 else 4)
+    return Tile(block_m, block_n, 128, splits, 3 if crowded else 4)
 
 
-def _tile_of_large(rows: int, width: int, depth: int, gate: bool, parts: bool) -> Tile | None:
-    """Of a matrix that takes long to be read: all rows in one program, and programs on most multiprocessors."""
-    few = rows <= FEW
-    if width * depth > LARGEST or not (few or (rows <= SOME and (gate or parts))):
+def _choose_tile_for_large_matrix(rows: int, width: int, depth: int, gate: bool, split_k: bool) -> Tile | None:
+    """Return a tile with all rows in one program, if programs then cover most multiprocessors."""
+    few = rows <= FEW_ROWS
+    if width * depth > MAX_MATRIX or not (few or (rows <= SOME_ROWS and (gate or split_k))):
         return None
-    high, programs = 16 if few else 32 if rows <= 32 else 64, triton.cdiv(width // (2 if gate else 1), 64)
-    splits = max(1, min(MOST_PARTS, depth // SHARE, PLACES // programs)) if parts else 1
-    if programs * splits <= PLACES // 2:
+    block_m = 16 if few else 32 if rows <= 32 else 64
+    programs = triton.cdiv(width // (2 if gate else 1), 64)
+    splits = max(1, min(MAX_SPLITS, depth // MIN_SPLIT_DEPTH, NUM_SMS // programs)) if split_k else 1
+    if programs * splits <= NUM_SMS // 2:
         return None
-    return Tile(high, 64, 64, 1, 4 if few else 3) if gate else Tile(high, 64, 128, splits, 6 if few else 4)
+    return Tile(block_m, 64, 64, 1, 4 if few else 3) if gate else Tile(block_m, 64, 128, splits, 6 if few else 4)
 
 
-def in_parts(x: Tensor, weight: Tensor) -> Tensor | None:
-    """x·Wᵀ by cuBLAS, the sum in parts, float32 `[part row column]`: what it does itself, less the pass that adds.
+def cublas_split_k(x: Tensor, weight: Tensor) -> Tensor | None:
+    """Return x·Wᵀ by cuBLAS as partial sums, float32 `[split row column]`, without a kernel that adds them.
 
     None where that gains nothing.
     """
     (rows, depth), count = x.shape, 4 if len(x) <= 256 else 2
-    measured = SOME < rows <= 1024 and depth >= LONG and weight.numel() <= LARGEST
-    if not measured or not x.is_cuda or x.dtype == torch.float32 or depth % (8 * count) or not x.is_contiguous():
+    is_faster = SOME_ROWS < rows <= 1024 and depth >= MIN_CUBLAS_SPLIT_DEPTH and weight.numel() <= MAX_MATRIX
+    if not is_faster or not x.is_cuda or x.dtype == torch.float32 or depth % (8 * count) or not x.is_contiguous():
         return None
     left, right = x.view(rows, count, -1).transpose(0, 1), weight.view(len(weight), count, -1).permute(1, 2, 0)
     return torch.bmm(left, right, out_dtype=torch.float32)
 
 
-def tiled_product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, gate: str | None = None) -> Tensor:
-    """x·Wᵀ + b. With several splits, what is to be added up: float32 `[split row column]`."""
+def tiled_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, gate: str | None = None) -> Tensor:
+    """Return x·Wᵀ + b, or with several splits the partial sums, float32 `[split row column]`."""
     (rows, depth), width = x.shape, len(weight) // (2 if gate else 1)
-    share = triton.cdiv(triton.cdiv(depth, tile.splits), tile.depth) * tile.depth
-    splits = triton.cdiv(depth, share)  # the last one begins before the end
+    split_depth = triton.cdiv(triton.cdiv(depth, tile.splits), tile.block_k) * tile.block_k
+    splits = triton.cdiv(depth, split_depth)  # rounding up may leave the last splits empty: drop them
     out = x.new_empty(rows, width) if splits == 1 else x.new_empty(splits, rows, width, dtype=torch.float32)
-    of_x = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
-    of_weight = TensorDescriptor.from_tensor(weight, [tile.width, tile.depth])
-    _product[(triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.width), splits)](
-        *(of_x, of_weight, weight, weight if bias is None else bias, out, rows, width, depth, share),
-        ROWS=tile.rows,
-        WIDTH=tile.width,
-        DEPTH=tile.depth,
+    x_tiles = TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k])
+    weight_tiles = TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k])
+    _matmul[(triton.cdiv(rows, tile.block_m), triton.cdiv(width, tile.block_n), splits)](
+        *(x_tiles, weight_tiles, weight, weight if bias is None else bias, out, rows, width, depth, split_depth),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
         BIAS=bias is not None,
         GATE={None: 0, "silu": 1, "gelu": 2}[gate],
-        SWAP=tile.rows < 64,
-        FETCH=weight.numel() <= FETCHED,
-        **early(),
+        SWAP=tile.block_m < 64,
+        PREFETCH=weight.numel() <= MAX_PREFETCHED_WEIGHTS,
+        **pdl_options(),
         num_warps=4,
         num_stages=tile.stages,
     )
@@ -167,44 +176,45 @@ def tiled_product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, ga
 
 
 @triton.jit
-def _product(
-    x, weight, matrix, bias, out, rows, width, depth, share,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
-    BIAS: tl.constexpr, GATE: tl.constexpr, SWAP: tl.constexpr, FETCH: tl.constexpr, EARLY: tl.constexpr,
+def _matmul(
+    x, weight, weight_ptr, bias, out, rows, width, depth, split_depth,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr, GATE: tl.constexpr, SWAP: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`x` and `weight` are read in tiles, with zeros past their ends; `matrix` is the place of `weight`."""
-    part = tl.program_id(2)
-    at_row, at, begun = tl.program_id(0) * ROWS, tl.program_id(1) * WIDTH, part * share
-    row, i = at_row + tl.arange(0, ROWS), at + tl.arange(0, WIDTH)
-    inside = i < width
-    first, second = _sums(bias, i, width, part, ROWS, WIDTH, BIAS, GATE > 0, SWAP)
-    if EARLY and FETCH:  # noqa: SIM102 (the first is decided when this is compiled)
-        if at_row == 0:
-            line = matrix + tl.minimum(i, width - 1).to(tl.int64) * depth + begun
-            size = tl.zeros_like(i) + (tl.minimum(begun + share, depth) - begun) * 2
-            fetch(line, size)
+    """One tile of the output. `x` and `weight` are tensor descriptors, which read zeros beyond the end."""
+    split = tl.program_id(2)
+    first_row, first_column = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    first_k = split * split_depth
+    row, column = first_row + tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
+    mask = column < width
+    gate_sum, up_sum = _initial_sums(bias, column, width, split, BLOCK_M, BLOCK_N, BIAS, GATE > 0, SWAP)
+    if PDL and PREFETCH:  # noqa: SIM102 (the first condition is evaluated when the kernel is compiled)
+        if first_row == 0:
+            line = weight_ptr + tl.minimum(column, width - 1).to(tl.int64) * depth + first_k
+            num_bytes = tl.zeros_like(column) + (tl.minimum(first_k + split_depth, depth) - first_k) * 2
+            prefetch_l2(line, num_bytes)
             if GATE:
-                fetch(line + width * depth, size)
-    await_inputs(EARLY)
-    for k in range(begun, begun + share, DEPTH):
-        a = x.load([at_row, k])
-        first = _added(a, weight.load([at, k]), first, SWAP)
+                prefetch_l2(line + width * depth, num_bytes)
+    wait_for_inputs(PDL)
+    for k in range(first_k, first_k + split_depth, BLOCK_K):
+        a = x.load([first_row, k])
+        gate_sum = _add_dot(a, weight.load([first_column, k]), gate_sum, SWAP)
         if GATE:
-            second = _added(a, weight.load([width + at, k]), second, SWAP)
+            up_sum = _add_dot(a, weight.load([width + first_column, k]), up_sum, SWAP)
     if SWAP:
-        first, second = first.T, second.T
+        gate_sum, up_sum = gate_sum.T, up_sum.T
     if GATE:
         dtype = out.dtype.element_ty
-        result = active(first.to(dtype), second.to(dtype), GATE == 2)
+        result = act_and_mul(gate_sum.to(dtype), up_sum.to(dtype), GATE == 2)
     else:
-        result = first.to(out.dtype.element_ty)
-    to = out + (part * rows + row).to(tl.int64)[:, None] * width + i[None, :]
-    tl.store(to, result, (row < rows)[:, None] & inside[None, :])
+        result = gate_sum.to(out.dtype.element_ty)
+    to = out + (split * rows + row).to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(to, result, (row < rows)[:, None] & mask[None, :])
 
 
 @triton.jit
-def _added(a, b, total, SWAP: tl.constexpr):
-    """total + a·bᵀ, or swapped: the card's matrix units take 64 rows of the left side, and few of the right."""
+def _add_dot(a, b, total, SWAP: tl.constexpr):
+    """total + a·bᵀ, or its transpose: tensor cores need at least 64 rows on the left side, and few on the right."""
     if SWAP:
         return tl.dot(b, a.T, total, input_precision="ieee")
     else:
@@ -212,24 +222,24 @@ def _added(a, b, total, SWAP: tl.constexpr):
 
 
 @triton.jit
-def _sums(
-    bias, i, width, part, ROWS: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr,
+def _initial_sums(
+    bias, column, width, split, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr,
     SWAP: tl.constexpr,
 ):  # fmt: skip
-    """Where a sum and a second one begin, `[row column]`, or swapped: at the bias, in the first part."""
-    first, second = tl.zeros((ROWS, WIDTH), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
+    """Initial values of the two sums, `[row column]` or transposed: the bias in the first split, else 0."""
+    gate_sum, up_sum = tl.zeros((BLOCK_M, BLOCK_N), tl.float32), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if BIAS:
-        there = (i < width) & (part == 0)
-        first += tl.load(bias + i, there, other=0.0).to(tl.float32)[None, :]
+        mask = (column < width) & (split == 0)
+        gate_sum += tl.load(bias + column, mask, other=0.0).to(tl.float32)[None, :]
         if GATE:
-            second += tl.load(bias + width + i, there, other=0.0).to(tl.float32)[None, :]
+            up_sum += tl.load(bias + width + column, mask, other=0.0).to(tl.float32)[None, :]
     if SWAP:
-        first, second = first.T, second.T
-    return first, second
+        gate_sum, up_sum = gate_sum.T, up_sum.T
+    return gate_sum, up_sum
 
 
 @triton.jit
-def active(gate, up, GELU: tl.constexpr):
+def act_and_mul(gate, up, GELU: tl.constexpr):
     """silu(gate)·up; with GELU ½·gate·(1 + tanh z) = gate/(1 + e^(−2z)), z = √(2/π)·(gate + 0.044715·gate³)."""
     wide = gate.to(tl.float32)
     z = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide) if GELU else wide

@@ -1,4 +1,7 @@
-"""RMS norms in Triton: `add_norm` in sampling/step.py, and the part of it that attention has for queries and keys."""
+"""RMSNorm with residual addition in Triton: `add_rms_norm` of decode_ops.py, and its scaling, which QK-norm shares.
+
+s = x + residual,   out = w · s / √(mean s² + ε)
+"""
 
 # mypy: disallow-untyped-defs=False, disallow-any-generics=False
 from __future__ import annotations
@@ -9,55 +12,63 @@ import triton.language as tl
 from torch import Tensor
 
 from ascent.ops.paged_kv_cache import TensorPair
-from ascent.ops.triton_matmul import await_inputs, early
+from ascent.ops.triton_matmul import pdl_options, wait_for_inputs
 
-FORMS = {None: 1, 0.0: 2, 1.0: 3}
+NORM_FORMS = {None: 1, 0.0: 2, 1.0: 3}
 """Form of an RMSNorm for the kernels, by `NormParams.weight_offset`. 0: no norm."""
 
 
-def normed_sum(
-    x: Tensor, y: Tensor | None, weight: Tensor, eps: float, weight_offset: float | None = None
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float | None = None
 ) -> TensorPair:
+    """`residual` may be the partial sums of split-K, `[split row column]`."""
     rows, width = x.shape
-    normed, total = torch.empty_like(x, dtype=weight.dtype), x if y is None else torch.empty_like(x)
+    normed, total = torch.empty_like(x, dtype=weight.dtype), x if residual is None else torch.empty_like(x)
     block = triton.next_power_of_2(width)
-    warps = min(8, max(1, block // 256))
-    apart, parts = (width, 0) if y is None else (y.stride(-2), len(y) if y.ndim == 3 else 1)
-    how = {"BLOCK": block, "PARTS": parts, "FORM": FORMS[weight_offset], **early()}
-    _add_norm[(rows,)](x, y, total, normed, weight, eps, width, apart, rows, **how, num_warps=warps)
+    row_stride, splits = 0, 0
+    if residual is not None:
+        row_stride, splits = residual.stride(-2), len(residual) if residual.ndim == 3 else 1
+    _add_rms_norm[(rows,)](
+        *(x, residual, total, normed, weight, eps, width, row_stride, rows),
+        BLOCK=block,
+        SPLITS=splits,
+        NORM_FORM=NORM_FORMS[weight_offset],
+        **pdl_options(),
+        num_warps=min(8, max(1, block // 256)),
+    )
     return total, normed
 
 
 @triton.jit
-def _add_norm(
-    x, y, total, normed, weight, eps, width, apart, rows,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, FORM: tl.constexpr, EARLY: tl.constexpr,
+def _add_rms_norm(
+    x, residual, total, normed, weight, eps, width, row_stride, rows,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, NORM_FORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`apart`: from one row of y to the next. Several parts of y are added up and rounded first."""
-    at, there = tl.program_id(0) * width, tl.program_id(0) * apart
+    """One program per row. The partial sums of a split residual are added up and rounded first."""
+    row, residual_row = tl.program_id(0) * width, tl.program_id(0) * row_stride
     i = tl.arange(0, BLOCK)
-    inside = i < width
-    by = tl.load(weight + i, inside, other=0.0).to(tl.float32)
-    await_inputs(EARLY)
-    a = tl.load(x + at + i, inside, other=0.0)
-    if PARTS:
-        more = tl.load(y + there + i, inside, other=0.0).to(tl.float32)
-        for part in tl.static_range(1, PARTS):
-            more += tl.load(y + part * rows * apart + there + i, inside, other=0.0)
-        if PARTS > 1:
-            more = more.to(normed.dtype.element_ty).to(tl.float32)
-        a = (a.to(tl.float32) + more).to(a.dtype)
-        tl.store(total + at + i, a, inside)
-    wide = a.to(tl.float32)
+    mask = i < width
+    w = tl.load(weight + i, mask, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    s = tl.load(x + row + i, mask, other=0.0)
+    if SPLITS:
+        addend = tl.load(residual + residual_row + i, mask, other=0.0).to(tl.float32)
+        for split in tl.static_range(1, SPLITS):
+            addend += tl.load(residual + split * rows * row_stride + residual_row + i, mask, other=0.0)
+        if SPLITS > 1:
+            addend = addend.to(normed.dtype.element_ty).to(tl.float32)
+        s = (s.to(tl.float32) + addend).to(s.dtype)
+        tl.store(total + row + i, s, mask)
+    wide = s.to(tl.float32)
     scaled = wide * tl.rsqrt(tl.sum(wide * wide) / width + eps)
-    tl.store(normed + at + i, times(scaled, by, a.dtype, FORM).to(normed.dtype.element_ty), inside)
+    tl.store(normed + row + i, scale_by_weight(scaled, w, s.dtype, NORM_FORM).to(normed.dtype.element_ty), mask)
 
 
 @triton.jit
-def times(normed, weight, dtype: tl.constexpr, FORM: tl.constexpr):
-    """What is normed, times its weight, in one of the FORMS."""
-    if FORM == 1:
+def scale_by_weight(normed, weight, dtype: tl.constexpr, NORM_FORM: tl.constexpr):
+    """Multiply x/RMS(x) by the weight, in one of the NORM_FORMS."""
+    if NORM_FORM == 1:
         normed = normed.to(dtype).to(tl.float32)
-    if FORM == 3:
+    if NORM_FORM == 3:
         weight += 1.0
     return normed * weight

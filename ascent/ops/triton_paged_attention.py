@@ -1,8 +1,11 @@
-"""Attention of one new token per row over the pages of its cache, in Triton: `attend` in sampling/step.py.
+"""Paged attention of one new token per row, in Triton; the reference is `paged_attention` in decode_ops.py.
 
-Bytes decide, as long as enough reads are under way at once: programs are small, so that many of them run on each
-multiprocessor. Where rows are long or uneven they are cut into parts of at most so many keys (`cut_rows`). A program
-reads one part, the longest come first, and the program that is done last with a row joins its parts.
+    out = softmax(scale · R(p)q · [cached keys, R(p)k]ᵀ) · [cached values, v]
+
+The kernel also applies QK-norm and RoPE and writes the new key and value to the cache. It is bound by memory
+bandwidth, so programs are small and many run on each multiprocessor. The keys of long or uneven rows are split
+(split-KV, as in flash-decoding, planned by `split_long_rows`): a program reads one split, the longest splits come
+first, and the program that finishes last with a row merges its splits. benchmarks/attention_gpu.py measures it.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-any-generics=False
@@ -17,342 +20,386 @@ from torch import Tensor
 
 from ascent.ops.decode_ops import AttentionParams
 from ascent.ops.decode_state import BLOCK_SIZE, PROMPT_LENGTH, RESPONSE_LENGTH, DecodeState
-from ascent.ops.triton_matmul import PLACES, await_inputs, early, fetch
-from ascent.ops.triton_norms import FORMS, times
+from ascent.ops.triton_matmul import NUM_SMS, pdl_options, prefetch_l2, wait_for_inputs
+from ascent.ops.triton_norms import NORM_FORMS, scale_by_weight
 
-MANY = 1000
-"""Programs that fill the card, each with few keys at once."""
-LEAST = 256
-"""The fewest keys in a part: to join more of them takes longer than to read them."""
-FIELDS = 8
-"""What is said of a part: its row, the lane, keys of the prompt, own tokens; which part of the row it is, how many the
-row has, how many those before it have; and the keys in a part. A row of −1: there is no such part."""
+MANY_PROGRAMS = 1000
+"""Programs from which on the GPU is full, so that each reads fewer keys at once."""
+MIN_KEYS_PER_SPLIT = 256
+"""Merging shorter splits would take longer than reading their keys."""
+SPLIT_FIELDS = 8
+"""Fields of a split: row, batch index, prompt length, response length, index of the split in its row, number of splits
+of the row, number of splits of all rows before it, keys per split. A row of −1 marks an unused entry."""
 
 
-def cut_rows(board: DecodeState, rows: int, least: int = LEAST, spread: int | None = None) -> Tensor:
-    """Int32 `[part FIELDS]`, the same in all layers of a step.
+def split_long_rows(
+    state: DecodeState, rows: int, min_keys: int = MIN_KEYS_PER_SPLIT, max_extra_splits: int | None = None
+) -> Tensor:
+    """Split the keys of each row, alike in all layers of a step; return int32 `[split SPLIT_FIELDS]`.
 
-    Parts have at least so many keys. Besides one of each row there are as many as run at once, or as `spread` says.
+    Splits have at least `min_keys` keys. Besides one per row there are at most `max_extra_splits`, by default as many
+    as can run at once.
     """
-    width, device = board.block_tables.shape[1], board.block_tables.device
-    keys = board.cache.layers[0][0]
-    shared, key = keys.shape[1], keys.shape[3] * keys.element_size()
-    spread = min(spread or part_tile(rows * shared, key)[3] * PLACES // shared, rows * width)
-    table = torch.empty(spread + rows, FIELDS, dtype=torch.int32, device=device)
-    _cut_rows[(rows,)](
-        *(board.state, board.batch_indices, table, board.state.shape[1], rows, spread, least),
-        ROWS=triton.next_power_of_2(rows),
+    max_blocks, device = state.block_tables.shape[1], state.block_tables.device
+    keys = state.cache.layers[0][0]
+    num_kv_heads, key_bytes = keys.shape[1], keys.shape[3] * keys.element_size()
+    programs_per_sm = split_tile(rows * num_kv_heads, key_bytes)[3]
+    extra = min(max_extra_splits or programs_per_sm * NUM_SMS // num_kv_heads, rows * max_blocks)
+    splits = torch.empty(extra + rows, SPLIT_FIELDS, dtype=torch.int32, device=device)
+    _split_long_rows[(rows,)](
+        *(state.state, state.batch_indices, splits, state.state.shape[1], rows, extra, min_keys),
+        BLOCK_ROWS=triton.next_power_of_2(rows),
         BLOCK_SIZE=BLOCK_SIZE,
         PROMPT_LENGTH=PROMPT_LENGTH,
         RESPONSE_LENGTH=RESPONSE_LENGTH,
-        FIELDS=FIELDS,
-        **early(),
+        SPLIT_FIELDS=SPLIT_FIELDS,
+        **pdl_options(),
     )
-    return table
+    return splits
 
 
 @triton.jit
-def _cut_rows(
-    state, lanes, table, lane_count, rows, spread, least,
-    ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PROMPT_LENGTH: tl.constexpr, RESPONSE_LENGTH: tl.constexpr,
-    FIELDS: tl.constexpr, EARLY: tl.constexpr,
+def _split_long_rows(
+    state, batch_indices, splits, num_columns, rows, extra, min_keys,
+    BLOCK_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PROMPT_LENGTH: tl.constexpr, RESPONSE_LENGTH: tl.constexpr,
+    SPLIT_FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per row. The full parts of all rows come first, then the last part of each row, the longest first."""
-    await_inputs(EARLY)
-    row, i, f = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, FIELDS)
-    lane = tl.load(lanes + i, i < rows, other=0)
-    known = tl.load(state + PROMPT_LENGTH * lane_count + lane, i < rows, other=0).to(tl.int32)
-    length = tl.load(state + RESPONSE_LENGTH * lane_count + lane, i < rows, other=0).to(tl.int32)
-    end = (known + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE + length
-    size = tl.maximum((tl.sum(end) + spread * BLOCK_SIZE - 1) // (spread * BLOCK_SIZE) * BLOCK_SIZE, least)
-    full = tl.maximum(end - 1, 0) // size
-    before = tl.sum(tl.where(i < row, full, 0))
-    mine, every = tl.sum(tl.where(i == row, full, 0)), tl.sum(full)
-    rest = tl.where(i < rows, end - full * size, -1)
-    own = tl.sum(tl.where(i == row, rest, 0))
-    longer = tl.sum(((rest > own) | ((rest == own) & (i < row))).to(tl.int32))
-    lane = tl.load(lanes + row)
-    known = tl.load(state + PROMPT_LENGTH * lane_count + lane).to(tl.int32)
-    length = tl.load(state + RESPONSE_LENGTH * lane_count + lane).to(tl.int32)
-    values = tl.where(f == 0, row, tl.where(f == 1, lane.to(tl.int32), tl.where(f == 2, known, length)))
-    values = tl.where(f == 5, mine + 1, tl.where(f == 6, before + row, tl.where(f == 7, size, values)))
-    for part in range(0, mine):
-        tl.store(table + (before + part) * FIELDS + f, tl.where(f == 4, part, values))
-    tl.store(table + (every + longer) * FIELDS + f, tl.where(f == 4, mine, values))
-    for none in range(every + rows + row, spread + rows, rows):
-        tl.store(table + none * FIELDS + f, tl.zeros_like(f) - 1)
+    """One program per row. The full splits of all rows come first, then each row's last split, the longest first."""
+    wait_for_inputs(PDL)
+    row, i, field = tl.program_id(0), tl.arange(0, BLOCK_ROWS), tl.arange(0, SPLIT_FIELDS)
+    columns = tl.load(batch_indices + i, i < rows, other=0)
+    prompt_lengths = tl.load(state + PROMPT_LENGTH * num_columns + columns, i < rows, other=0).to(tl.int32)
+    lengths = tl.load(state + RESPONSE_LENGTH * num_columns + columns, i < rows, other=0).to(tl.int32)
+    ends = (prompt_lengths + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE + lengths
+    size = tl.maximum((tl.sum(ends) + extra * BLOCK_SIZE - 1) // (extra * BLOCK_SIZE) * BLOCK_SIZE, min_keys)
+    full_splits = tl.maximum(ends - 1, 0) // size
+    before = tl.sum(tl.where(i < row, full_splits, 0))
+    row_full, all_full = tl.sum(tl.where(i == row, full_splits, 0)), tl.sum(full_splits)
+    remainders = tl.where(i < rows, ends - full_splits * size, -1)
+    remainder = tl.sum(tl.where(i == row, remainders, 0))
+    rank = tl.sum(((remainders > remainder) | ((remainders == remainder) & (i < row))).to(tl.int32))
+    column = tl.load(batch_indices + row)
+    prompt_length = tl.load(state + PROMPT_LENGTH * num_columns + column).to(tl.int32)
+    length = tl.load(state + RESPONSE_LENGTH * num_columns + column).to(tl.int32)
+    values = tl.where(field == 1, column.to(tl.int32), tl.where(field == 2, prompt_length, length))
+    values = tl.where(field == 0, row, values)
+    values = tl.where(field == 5, row_full + 1, tl.where(field == 6, before + row, tl.where(field == 7, size, values)))
+    for split in range(0, row_full):
+        tl.store(splits + (before + split) * SPLIT_FIELDS + field, tl.where(field == 4, split, values))
+    tl.store(splits + (all_full + rank) * SPLIT_FIELDS + field, tl.where(field == 4, row_full, values))
+    for unused in range(all_full + rows + row, extra + rows, rows):
+        tl.store(splits + unused * SPLIT_FIELDS + field, tl.zeros_like(field) - 1)
 
 
-def attend_pages(
-    qkv: Tensor, turn: AttentionParams, board: DecodeState, layer: int, parts: Tensor | None = None
+def paged_attention(
+    qkv: Tensor, params: AttentionParams, state: DecodeState, layer: int, splits: Tensor | None = None
 ) -> Tensor:
-    rows, channel = qkv.shape[0], turn.cos.shape[1]
-    cache = board.cache.layers[layer]
-    shared = cache[0].shape[1]
-    heads = qkv.shape[1] // channel - 2 * shared
-    (q_weight, eps, weight_offset), (k_weight, *_) = turn.qk_norms or ((qkv, 0.0, None),) * 2
-    out = qkv.new_empty(rows, heads * channel)
-    tile = (row_tile, part_tile)[parts is not None](rows * shared, channel * qkv.element_size())
-    keys_at_once, warps, stages, ahead = tile
-    about = (turn.cos, turn.sin, q_weight, k_weight, *cache)
-    numbers = (qkv.stride(0), board.block_tables.shape[1], eps, turn.scale * 1.4426950408889634)
-    how: dict[str, Any] = {
-        "SHARED": shared,
-        "REPEAT": heads // shared,
-        "ROWS": max(16, triton.next_power_of_2(heads // shared)),
-        "D": channel,
-        "WIDE": max(16, triton.next_power_of_2(channel)),
-        "PAGE": BLOCK_SIZE,
-        "NORMED": 0 if turn.qk_norms is None else FORMS[weight_offset],
-        "KEYS": keys_at_once,
-        **early(),
+    rows, head_dim = qkv.shape[0], params.cos.shape[1]
+    cache = state.cache.layers[layer]
+    num_kv_heads = cache[0].shape[1]
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    (q_weight, eps, weight_offset), (k_weight, *_) = params.qk_norms or ((qkv, 0.0, None),) * 2
+    out = qkv.new_empty(rows, num_heads * head_dim)
+    choose_tile = row_tile if splits is None else split_tile
+    keys_at_once, warps, stages, prefetch = choose_tile(rows * num_kv_heads, head_dim * qkv.element_size())
+    tensors = (params.cos, params.sin, q_weight, k_weight, *cache)
+    scalars = (qkv.stride(0), state.block_tables.shape[1], eps, params.scale * 1.4426950408889634)
+    options: dict[str, Any] = {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP_SIZE": num_heads // num_kv_heads,
+        "BLOCK_Q": max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_SIZE": BLOCK_SIZE,
+        "NORM_FORM": 0 if params.qk_norms is None else NORM_FORMS[weight_offset],
+        "BLOCK_N": keys_at_once,
+        **pdl_options(),
         "num_warps": warps,
         "num_stages": stages,
     }
-    if parts is None:
-        static = {"KNOWN": PROMPT_LENGTH, "LENGTH": RESPONSE_LENGTH, "AHEAD": ahead, "FETCHES": 32 * warps}
-        lanes = (board.state, board.batch_indices, board.block_tables, board.state.shape[1])
-        _attend[(rows, shared)](qkv, out, *about, *lanes, *numbers, **static, **how)
+    if splits is None:
+        static = {"PROMPT_LENGTH": PROMPT_LENGTH, "RESPONSE_LENGTH": RESPONSE_LENGTH}
+        static |= {"PREFETCH_BLOCKS": prefetch, "NUM_PREFETCHES": 32 * warps}
+        batch = (state.state, state.batch_indices, state.block_tables, state.state.shape[1])
+        _attend_rows[(rows, num_kv_heads)](qkv, out, *tensors, *batch, *scalars, **static, **options)
         return out
-    count = len(parts)
-    found = torch.empty(count, heads, channel, device=qkv.device)
-    sums = torch.empty(count, heads, 2, device=qkv.device)
-    places = (board.block_tables, parts, board.finished_splits)
-    _attend_parts[(shared, count)](qkv, out, found, sums, *about, *places, *numbers, FIELDS=FIELDS, **how)
+    num_splits = len(splits)
+    split_outputs = torch.empty(num_splits, num_heads, head_dim, device=qkv.device)
+    split_sums = torch.empty(num_splits, num_heads, 2, device=qkv.device)
+    split_tensors = (state.block_tables, splits, state.finished_splits)
+    _attend_splits[(num_kv_heads, num_splits)](
+        qkv, out, split_outputs, split_sums, *tensors, *split_tensors, *scalars, SPLIT_FIELDS=SPLIT_FIELDS, **options
+    )
     return out
 
 
-def part_tile(programs: int, width: int) -> tuple[int, int, int, int]:
-    """Keys, of so many bytes, that a program reads at once; its warps, stages, and how many run on a multiprocessor."""
-    if width > 128:
-        return (
-            (BLOCK_SIZE // 2, 2, 5, 6)
-            if programs >= MANY and width <= 256
-            else (BLOCK_SIZE, 4, 3, 4 if width <= 256 else 2)
-        )
-    return (BLOCK_SIZE // 2, 1, 5, 12) if programs >= MANY else (BLOCK_SIZE, 1, 3, 8)
+def split_tile(programs: int, key_bytes: int) -> tuple[int, int, int, int]:
+    """Return the keys that a program reads at once, warps, stages, and how many programs run on a multiprocessor."""
+    half = BLOCK_SIZE // 2
+    if key_bytes > 128:
+        if programs >= MANY_PROGRAMS and key_bytes <= 256:
+            return half, 2, 5, 6
+        return BLOCK_SIZE, 4, 3, 4 if key_bytes <= 256 else 2
+    return (half, 1, 5, 12) if programs >= MANY_PROGRAMS else (BLOCK_SIZE, 1, 3, 8)
 
 
-def row_tile(programs: int, width: int) -> tuple[int, int, int, int]:
-    """The same of programs for whole rows; and in the end the pages that one asks for early."""
-    ahead = 1 if width % 16 == 0 else 0
-    if width > 256:
+def row_tile(programs: int, key_bytes: int) -> tuple[int, int, int, int]:
+    """Return the same for programs that read whole rows; the last number is the blocks that each prefetches."""
+    prefetch = 1 if key_bytes % 16 == 0 else 0
+    if key_bytes > 256:
         return BLOCK_SIZE, 4, 3, 0
-    if width > 128:
-        return BLOCK_SIZE // 2 if programs >= MANY else BLOCK_SIZE, 2, 3, ahead
-    return (BLOCK_SIZE // 2, 1, 3, ahead) if programs >= MANY else (BLOCK_SIZE, 1, 5, ahead)
+    if key_bytes > 128:
+        return BLOCK_SIZE // 2 if programs >= MANY_PROGRAMS else BLOCK_SIZE, 2, 3, prefetch
+    return (BLOCK_SIZE // 2, 1, 3, prefetch) if programs >= MANY_PROGRAMS else (BLOCK_SIZE, 1, 5, prefetch)
 
 
 @triton.jit
-def _attend(
-    qkv, out, cos, sin, q_weight, k_weight, keys, values, state, lanes, table, lane_count, apart, width, eps, scale,
-    SHARED: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, PROMPT_LENGTH: tl.constexpr, RESPONSE_LENGTH: tl.constexpr, NORMED: tl.constexpr,
-    KEYS: tl.constexpr, AHEAD: tl.constexpr, FETCHES: tl.constexpr, EARLY: tl.constexpr,
+def _attend_rows(
+    qkv, out, cos, sin, q_weight, k_weight, keys, values, state, batch_indices, block_tables, num_columns, row_stride,
+    max_blocks, eps, scale,
+    NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, PROMPT_LENGTH: tl.constexpr, RESPONSE_LENGTH: tl.constexpr,
+    NORM_FORM: tl.constexpr, BLOCK_N: tl.constexpr, PREFETCH_BLOCKS: tl.constexpr, NUM_PREFETCHES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and key-value head, for all the query heads that share the key-value head."""
+    """One program per row and KV head; it computes all query heads that share the KV head."""
     row, head = tl.program_id(0), tl.program_id(1)
-    lane = tl.load(lanes + row)
-    known = tl.load(state + PROMPT_LENGTH * lane_count + lane).to(tl.int32)
-    length = tl.load(state + RESPONSE_LENGTH * lane_count + lane).to(tl.int32)
-    turned = _angles(cos, sin, known + length, D, WIDE)
-    end, pages = (known + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE + length, table + lane * width
-    if EARLY and AHEAD:
-        _fetch_pages(pages, keys, values, end, head, SHARED, BLOCK_SIZE, D, AHEAD, FETCHES)
-    await_inputs(EARLY)
-    line, about = qkv + row * apart, (q_weight, k_weight, eps, turned, keys, values, pages)
-    _, total, mixed = _mixed(
-        line, about, known, length, 0, end, True, head, scale, SHARED, REPEAT, ROWS, D, WIDE, BLOCK_SIZE, NORMED, KEYS
-    )
-    _write(out, row, mixed, total, head, SHARED, REPEAT, ROWS, D, WIDE)
+    batch_index = tl.load(batch_indices + row)
+    prompt_length = tl.load(state + PROMPT_LENGTH * num_columns + batch_index).to(tl.int32)
+    length = tl.load(state + RESPONSE_LENGTH * num_columns + batch_index).to(tl.int32)
+    rope = _load_rope(cos, sin, prompt_length + length, HEAD_DIM, BLOCK_D)
+    end = (prompt_length + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE + length
+    block_table = block_tables + batch_index * max_blocks
+    if PDL and PREFETCH_BLOCKS:
+        _prefetch_blocks(
+            block_table, keys, values, end, head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, PREFETCH_BLOCKS, NUM_PREFETCHES
+        )
+    wait_for_inputs(PDL)
+    qkv_row, tensors = qkv + row * row_stride, (q_weight, k_weight, eps, rope, keys, values, block_table)
+    _, denominator, acc = _attend_range(
+        qkv_row, tensors, prompt_length, length, 0, end, True, head, scale,
+        NUM_KV_HEADS, GROUP_SIZE, BLOCK_Q, HEAD_DIM, BLOCK_D, BLOCK_SIZE, NORM_FORM, BLOCK_N,
+    )  # fmt: skip
+    _write_output(out, row, acc, denominator, head, NUM_KV_HEADS, GROUP_SIZE, BLOCK_Q, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
-def _attend_parts(
-    qkv, out, found, sums, cos, sin, q_weight, k_weight, keys, values, table, parts, arrived, apart, width, eps, scale,
-    SHARED: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, NORMED: tl.constexpr, KEYS: tl.constexpr, FIELDS: tl.constexpr, EARLY: tl.constexpr,
+def _attend_splits(
+    qkv, out, split_outputs, split_sums, cos, sin, q_weight, k_weight, keys, values, block_tables, splits,
+    finished_splits, row_stride, max_blocks, eps, scale,
+    NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, NORM_FORM: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT_FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per key-value head and part of a row. The last part of a row also has its new token."""
-    await_inputs(EARLY)
-    head, one = tl.program_id(0), parts + tl.program_id(1) * FIELDS
-    row, lane, known, length = tl.load(one), tl.load(one + 1), tl.load(one + 2), tl.load(one + 3)
-    part, count, before, size = tl.load(one + 4), tl.load(one + 5), tl.load(one + 6), tl.load(one + 7)
+    """One program per KV head and split. The last split of a row includes its new token."""
+    wait_for_inputs(PDL)
+    head, fields = tl.program_id(0), splits + tl.program_id(1) * SPLIT_FIELDS
+    row, batch_index = tl.load(fields), tl.load(fields + 1)
+    prompt_length, length = tl.load(fields + 2), tl.load(fields + 3)
+    split, count, before, size = tl.load(fields + 4), tl.load(fields + 5), tl.load(fields + 6), tl.load(fields + 7)
     if row < 0:
         return
-    turned = _angles(cos, sin, known + length, D, WIDE)
-    first, end = part * size, (known + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE + length
-    line, about = qkv + row * apart, (q_weight, k_weight, eps, turned, keys, values, table + lane * width)
-    top, total, mixed = _mixed(
-        line, about, known, length, first, tl.minimum(end, first + size), part == count - 1, head, scale,
-        SHARED, REPEAT, ROWS, D, WIDE, BLOCK_SIZE, NORMED, KEYS,
+    rope = _load_rope(cos, sin, prompt_length + length, HEAD_DIM, BLOCK_D)
+    first, end = split * size, (prompt_length + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE + length
+    block_table = block_tables + batch_index * max_blocks
+    qkv_row, tensors = qkv + row * row_stride, (q_weight, k_weight, eps, rope, keys, values, block_table)
+    max_score, denominator, acc = _attend_range(
+        qkv_row, tensors, prompt_length, length, first, tl.minimum(end, first + size), split == count - 1, head, scale,
+        NUM_KV_HEADS, GROUP_SIZE, BLOCK_Q, HEAD_DIM, BLOCK_D, BLOCK_SIZE, NORM_FORM, BLOCK_N,
     )  # fmt: skip
     if count > 1:
-        c, r = tl.arange(0, WIDE), tl.arange(0, ROWS)
-        inside = r < REPEAT
-        slots = (before * SHARED + head) * REPEAT + r
-        mine = slots + part * SHARED * REPEAT
-        tl.store(found + mine[:, None] * D + c[None, :], mixed, channels(inside, D, WIDE))
-        tl.store(sums + mine * 2, top, inside)
-        tl.store(sums + mine * 2 + 1, total, inside)
+        d, q_head = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_Q)
+        is_head = q_head < GROUP_SIZE
+        first_split = (before * NUM_KV_HEADS + head) * GROUP_SIZE + q_head
+        this_split = first_split + split * NUM_KV_HEADS * GROUP_SIZE
+        output = split_outputs + this_split[:, None] * HEAD_DIM + d[None, :]
+        tl.store(output, acc, head_dim_mask(is_head, HEAD_DIM, BLOCK_D))
+        tl.store(split_sums + this_split * 2, max_score, is_head)
+        tl.store(split_sums + this_split * 2 + 1, denominator, is_head)
         tl.debug_barrier()
-        if tl.atomic_add(arrived + row * SHARED + head, 1) < count - 1:
+        if tl.atomic_add(finished_splits + row * NUM_KV_HEADS + head, 1) < count - 1:
             return
-        tl.store(arrived + row * SHARED + head, 0)
-        total, mixed = _joined(found, sums, slots, inside, count, SHARED * REPEAT, ROWS, D, WIDE)
-    _write(out, row, mixed, total, head, SHARED, REPEAT, ROWS, D, WIDE)
+        tl.store(finished_splits + row * NUM_KV_HEADS + head, 0)
+        denominator, acc = _merge_splits(
+            split_outputs,
+            split_sums,
+            first_split,
+            is_head,
+            count,
+            NUM_KV_HEADS * GROUP_SIZE,
+            BLOCK_Q,
+            HEAD_DIM,
+            BLOCK_D,
+        )
+    _write_output(out, row, acc, denominator, head, NUM_KV_HEADS, GROUP_SIZE, BLOCK_Q, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
-def _angles(cos, sin, position, D: tl.constexpr, WIDE: tl.constexpr):
-    c = tl.arange(0, WIDE)
-    return tl.load(cos + position * D + c, c < D, other=0.0), tl.load(sin + position * D + c, c < D, other=0.0)
+def _load_rope(cos, sin, position, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)
+    at = position * HEAD_DIM + d
+    return tl.load(cos + at, d < HEAD_DIM, other=0.0), tl.load(sin + at, d < HEAD_DIM, other=0.0)
 
 
 @triton.jit
-def _write(
-    out, row, mixed, total, head,
-    SHARED: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+def _write_output(
+    out, row, acc, denominator, head, NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    c, r = tl.arange(0, WIDE), tl.arange(0, ROWS)
-    to = out + ((row * SHARED + head) * REPEAT + r)[:, None] * D + c[None, :]
-    tl.store(to, (mixed / total[:, None]).to(out.dtype.element_ty), channels(r < REPEAT, D, WIDE))
+    d, q_head = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_Q)
+    to = out + ((row * NUM_KV_HEADS + head) * GROUP_SIZE + q_head)[:, None] * HEAD_DIM + d[None, :]
+    result = (acc / denominator[:, None]).to(out.dtype.element_ty)
+    tl.store(to, result, head_dim_mask(q_head < GROUP_SIZE, HEAD_DIM, BLOCK_D))
 
 
 @triton.jit
-def _mixed(
-    line, about, known, length, first, end, last, head, scale,
-    SHARED: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, NORMED: tl.constexpr, KEYS: tl.constexpr,
+def _attend_range(
+    qkv_row, tensors, prompt_length, length, first, end, has_new_token, head, scale,
+    NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, NORM_FORM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A row's softmax from one place to another: the largest score, the sum, the mixed values.
+    """Attend to the slots first … end of a row; return the maximum score, the softmax denominator, and Σ p·v.
 
-    Places count from the first page on: a prompt's last page may be half empty, and own tokens begin on a page of
-    their own. The last part has the new token, too.
+    Slots count from the first block on. The last block of the prompt may be partly empty, because response tokens
+    begin in a new block. The range that ends the row includes the new token.
     """
-    q_weight, k_weight, eps, turned, keys, values, pages = about
-    r, own = tl.arange(0, ROWS), (known + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
-    q = _rotated(line + (head * REPEAT + r) * D, r < REPEAT, q_weight, eps, turned, D, WIDE, NORMED)
-    top, total, mixed = _nothing(ROWS, WIDE)
-    if last:
-        page = tl.load(pages + (own + length) // BLOCK_SIZE).to(tl.int64)
-        new, at = line + (SHARED * REPEAT + head) * D, ((page * SHARED + head) * BLOCK_SIZE + length % BLOCK_SIZE) * D
-        top, v = _newest(q, new, keys + at, values + at, k_weight, eps, turned, SHARED, D, WIDE, NORMED)
-        total, mixed = total + 1.0, mixed + v
-    seen = (pages, keys, values, first, end, known, own, head, scale)
-    return _along(q, seen, top, total, mixed, SHARED, D, WIDE, BLOCK_SIZE, ROWS, KEYS)
+    q_weight, k_weight, eps, rope, keys, values, block_table = tensors
+    q_head, response_start = tl.arange(0, BLOCK_Q), (prompt_length + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
+    q_ptr = qkv_row + (head * GROUP_SIZE + q_head) * HEAD_DIM
+    q = _norm_and_rope(q_ptr, q_head < GROUP_SIZE, q_weight, eps, rope, HEAD_DIM, BLOCK_D, NORM_FORM)
+    max_score, denominator, acc = _empty_softmax(BLOCK_Q, BLOCK_D)
+    if has_new_token:
+        block = tl.load(block_table + (response_start + length) // BLOCK_SIZE).to(tl.int64)
+        slot = ((block * NUM_KV_HEADS + head) * BLOCK_SIZE + length % BLOCK_SIZE) * HEAD_DIM
+        k_ptr = qkv_row + (NUM_KV_HEADS * GROUP_SIZE + head) * HEAD_DIM
+        max_score, v = _write_new_token(
+            q, k_ptr, keys + slot, values + slot, k_weight, eps, rope, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, NORM_FORM
+        )
+        denominator, acc = denominator + 1.0, acc + v
+    key_range = (block_table, keys, values, first, end, prompt_length, response_start, head, scale)
+    return _attend_cached(
+        q, key_range, max_score, denominator, acc, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_Q, BLOCK_N
+    )
 
 
 @triton.jit
-def _newest(
-    q, new, key, value, weight, eps, turned,
-    SHARED: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, NORMED: tl.constexpr,
+def _write_new_token(
+    q, k_ptr, key, value, weight, eps, rope,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NORM_FORM: tl.constexpr,
 ):  # fmt: skip
-    """The new token's key, turned, and its value join their page; the queries' products with it, and the value."""
-    one, c = tl.arange(0, 1), tl.arange(0, WIDE)
-    there = channels(one < 1, D, WIDE)
-    k = _rotated(new + one, one < 1, weight, eps, turned, D, WIDE, NORMED)
-    v = tl.load(new + SHARED * D + c, c < D, other=0.0)[None, :]
-    tl.store(key + c[None, :], k, there)
-    tl.store(value + c[None, :], v, there)
+    """Write the new token's rotated key and its value to the cache; return the scores q·k and the value."""
+    zero, d = tl.arange(0, 1), tl.arange(0, BLOCK_D)
+    mask = head_dim_mask(zero < 1, HEAD_DIM, BLOCK_D)
+    k = _norm_and_rope(k_ptr + zero, zero < 1, weight, eps, rope, HEAD_DIM, BLOCK_D, NORM_FORM)
+    v = tl.load(k_ptr + NUM_KV_HEADS * HEAD_DIM + d, d < HEAD_DIM, other=0.0)[None, :]
+    tl.store(key + d[None, :], k, mask)
+    tl.store(value + d[None, :], v, mask)
     return tl.sum(q.to(tl.float32) * k.to(tl.float32), 1), v.to(tl.float32)
 
 
 @triton.jit
-def _fetch_pages(
-    pages, keys, values, end, head,
-    SHARED: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, AHEAD: tl.constexpr, FETCHES: tl.constexpr,
+def _prefetch_blocks(
+    block_table, keys, values, end, head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PREFETCH_BLOCKS: tl.constexpr, NUM_PREFETCHES: tl.constexpr,
 ):  # fmt: skip
-    """Ask for the first pages of those that are read, in as many pieces as there are threads."""
-    PIECES: tl.constexpr = FETCHES // AHEAD
-    SIZE: tl.constexpr = BLOCK_SIZE * D
-    f = tl.arange(0, FETCHES)
-    page = tl.load(pages + tl.minimum(f // PIECES, tl.maximum(end - 1, 0) // BLOCK_SIZE)).to(tl.int64)
-    at = (page * SHARED + head) * SIZE + f % PIECES * (SIZE // PIECES)
-    size = tl.zeros_like(f) + SIZE // PIECES * (keys.dtype.element_ty.primitive_bitwidth // 8)
-    fetch(keys + at, size)
-    fetch(values + at, size)
+    """Prefetch the first blocks of a row into the L2 cache, in one piece per thread."""
+    PIECES: tl.constexpr = NUM_PREFETCHES // PREFETCH_BLOCKS
+    ELEMENTS: tl.constexpr = BLOCK_SIZE * HEAD_DIM
+    i = tl.arange(0, NUM_PREFETCHES)
+    block = tl.load(block_table + tl.minimum(i // PIECES, tl.maximum(end - 1, 0) // BLOCK_SIZE)).to(tl.int64)
+    at = (block * NUM_KV_HEADS + head) * ELEMENTS + i % PIECES * (ELEMENTS // PIECES)
+    num_bytes = tl.zeros_like(i) + ELEMENTS // PIECES * (keys.dtype.element_ty.primitive_bitwidth // 8)
+    prefetch_l2(keys + at, num_bytes)
+    prefetch_l2(values + at, num_bytes)
 
 
 @triton.jit
-def channels(inside, D: tl.constexpr, WIDE: tl.constexpr):
-    """Which places of `[row WIDE]` there are: of a row that is inside, the first D; a kernel counts in powers of 2."""
-    if D == WIDE:
-        return inside[:, None]
+def head_dim_mask(is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Mask of `[row BLOCK_D]`: the first HEAD_DIM columns of the rows in use. BLOCK_D is a power of 2."""
+    if HEAD_DIM == BLOCK_D:
+        return is_row[:, None]
     else:
-        return inside[:, None] & (tl.arange(0, WIDE) < D)[None, :]
+        return is_row[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
 
 
 @triton.jit
-def _nothing(ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """A softmax over no keys: its largest score, its sum, the mixed values."""
-    return tl.full((ROWS,), -1e30, tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, WIDE), tl.float32)
+def _empty_softmax(BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Maximum score, denominator and Σ p·v of a softmax over no keys."""
+    acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    return tl.full((BLOCK_Q,), -1e30, tl.float32), tl.zeros((BLOCK_Q,), tl.float32), acc
 
 
 @triton.jit
-def _joined(
-    found, sums, slots, inside, count, APART: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr
+def _merge_splits(
+    split_outputs, split_sums, first_split, is_head, count,
+    SPLIT_STRIDE: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The parts of a row, weighed by their sums. Reads that do not wait for each other are under way together."""
-    c, real = tl.arange(0, WIDE), channels(inside, D, WIDE)
-    top, total, mixed = _nothing(ROWS, WIDE)
+    """Merge the splits of a row by their softmax denominators; four independent reads are in flight at a time."""
+    d, mask = tl.arange(0, BLOCK_D), head_dim_mask(is_head, HEAD_DIM, BLOCK_D)
+    max_score, denominator, acc = _empty_softmax(BLOCK_Q, BLOCK_D)
     for start in range(0, count, 4):
         for i in tl.static_range(4):
-            one, more = slots + (start + i) * APART, inside & (start + i < count)
-            peak = tl.load(sums + one * 2, more, other=-1e30, cache_modifier=".cg")
-            part = tl.load(sums + one * 2 + 1, more, other=0.0, cache_modifier=".cg")
-            mine = tl.load(
-                found + one[:, None] * D + c[None, :], real & (start + i < count), other=0.0, cache_modifier=".cg"
-            )
-            now = tl.maximum(top, peak)
-            by, faded = tl.exp2(peak - now), tl.exp2(top - now)
-            mixed, total = mixed * faded[:, None] + by[:, None] * mine, total * faded + part * by
-            top = now
-    return total, mixed
+            split, is_split = first_split + (start + i) * SPLIT_STRIDE, is_head & (start + i < count)
+            split_max = tl.load(split_sums + split * 2, is_split, other=-1e30, cache_modifier=".cg")
+            split_sum = tl.load(split_sums + split * 2 + 1, is_split, other=0.0, cache_modifier=".cg")
+            output = split_outputs + split[:, None] * HEAD_DIM + d[None, :]
+            split_acc = tl.load(output, mask & (start + i < count), other=0.0, cache_modifier=".cg")
+            new_max = tl.maximum(max_score, split_max)
+            split_scale, decay = tl.exp2(split_max - new_max), tl.exp2(max_score - new_max)
+            acc = acc * decay[:, None] + split_scale[:, None] * split_acc
+            denominator = denominator * decay + split_sum * split_scale
+            max_score = new_max
+    return denominator, acc
 
 
 @triton.jit
-def _along(
-    q, seen, top, total, mixed,
-    SHARED: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+def _attend_cached(
+    q, key_range, max_score, denominator, acc,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A softmax in powers of 2, continued along the pages; scores are scaled when their exponents are taken.
+    """Continue an online softmax (in powers of 2) over the cached keys; scores are scaled in the exponent.
 
-    A key that is no row's makes a score that is not used, whatever it is. But 0 times a value might not be 0. Sums are
-    kept apart by the places of keys in a tile, and added up in the end.
+    Scores of slots that hold no key are masked, and so are their values: 0 times an uninitialized value might not be 0.
+    Sums are kept per column of the tile and reduced at the end.
     """
-    pages, keys, values, first, end, known, own, head, scale = seen
-    n, c = tl.arange(0, KEYS), tl.arange(0, WIDE)
-    line, sums = n[:, None] * D + c[None, :], tl.zeros((ROWS, KEYS), tl.float32)
-    for start in range(first, end, KEYS):
-        inside = n < tl.where(start < own, known, end) - start
-        page = tl.load(pages + start // BLOCK_SIZE).to(tl.int64)
-        at = ((page * SHARED + head) * BLOCK_SIZE + start % BLOCK_SIZE) * D
-        k = tl.load(keys + at + line) if D == WIDE else tl.load(keys + at + line, (c < D)[None, :], other=0.0)
-        v = tl.load(values + at + line, channels(inside, D, WIDE), other=0.0)
-        scores = tl.where(inside[None, :], tl.dot(q, tl.trans(k), input_precision="ieee"), float("-inf"))
-        now = tl.maximum(top, tl.max(scores, 1))
-        p, faded = tl.exp2(scores * scale - (now * scale)[:, None]), tl.exp2((top - now) * scale)
-        mixed = mixed * faded[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        total, sums, top = total * faded, sums * faded[:, None] + p, now
-    return top * scale, total + tl.sum(sums, 1), mixed
+    block_table, keys, values, first, end, prompt_length, response_start, head, scale = key_range
+    n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    offsets, sums = n[:, None] * HEAD_DIM + d[None, :], tl.zeros((BLOCK_Q, BLOCK_N), tl.float32)
+    for start in range(first, end, BLOCK_N):
+        is_key = n < tl.where(start < response_start, prompt_length, end) - start
+        block = tl.load(block_table + start // BLOCK_SIZE).to(tl.int64)
+        at = ((block * NUM_KV_HEADS + head) * BLOCK_SIZE + start % BLOCK_SIZE) * HEAD_DIM
+        if HEAD_DIM == BLOCK_D:
+            k = tl.load(keys + at + offsets)
+        else:
+            k = tl.load(keys + at + offsets, (d < HEAD_DIM)[None, :], other=0.0)
+        v = tl.load(values + at + offsets, head_dim_mask(is_key, HEAD_DIM, BLOCK_D), other=0.0)
+        scores = tl.where(is_key[None, :], tl.dot(q, tl.trans(k), input_precision="ieee"), float("-inf"))
+        new_max = tl.maximum(max_score, tl.max(scores, 1))
+        p, decay = tl.exp2(scores * scale - (new_max * scale)[:, None]), tl.exp2((max_score - new_max) * scale)
+        acc = acc * decay[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        denominator, sums, max_score = denominator * decay, sums * decay[:, None] + p, new_max
+    return max_score * scale, denominator + tl.sum(sums, 1), acc
 
 
 @triton.jit
-def _rotated(at, inside, weight, eps, turned, D: tl.constexpr, WIDE: tl.constexpr, NORMED: tl.constexpr):
-    """Vectors at these places, normed where asked, and turned: x·cos + (−second half, first half)·sin."""
-    cos, sin = turned
-    c = tl.arange(0, WIDE)
-    other, real = (c + D // 2) % D, channels(inside, D, WIDE)
-    x = tl.load(at[:, None] + c[None, :], real, other=0.0)
-    y = tl.load(at[:, None] + other[None, :], real, other=0.0)
+def _norm_and_rope(
+    ptr, is_row, weight, eps, rope, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NORM_FORM: tl.constexpr
+):  # fmt: skip
+    """Load heads, apply RMSNorm if NORM_FORM is set, then RoPE: x·cos + [−second half, first half]·sin."""
+    cos, sin = rope
+    d = tl.arange(0, BLOCK_D)
+    other, mask = (d + HEAD_DIM // 2) % HEAD_DIM, head_dim_mask(is_row, HEAD_DIM, BLOCK_D)
+    x = tl.load(ptr[:, None] + d[None, :], mask, other=0.0)
+    y = tl.load(ptr[:, None] + other[None, :], mask, other=0.0)
     dtype = x.dtype
     x, y = x.to(tl.float32), y.to(tl.float32)
-    if NORMED:
-        by = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        own = tl.load(weight + c, c < D, other=0.0)[None, :].to(tl.float32)
-        x = times(x * by, own, dtype, NORMED).to(dtype).to(tl.float32)
-        y = times(y * by, tl.load(weight + other)[None, :].to(tl.float32), dtype, NORMED).to(dtype).to(tl.float32)
+    if NORM_FORM:
+        rstd = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
+        x_weight = tl.load(weight + d, d < HEAD_DIM, other=0.0)[None, :].to(tl.float32)
+        y_weight = tl.load(weight + other)[None, :].to(tl.float32)
+        x = scale_by_weight(x * rstd, x_weight, dtype, NORM_FORM).to(dtype).to(tl.float32)
+        y = scale_by_weight(y * rstd, y_weight, dtype, NORM_FORM).to(dtype).to(tl.float32)
     cos, sin = cos.to(tl.float32)[None, :], sin.to(tl.float32)[None, :]
-    return (x * cos + tl.where(c[None, :] < D // 2, -y, y) * sin).to(dtype)
+    return (x * cos + tl.where(d[None, :] < HEAD_DIM // 2, -y, y) * sin).to(dtype)

@@ -42,10 +42,10 @@ class Rule:
 GPU = "runs on a GPU alone"
 RULES = (
     Rule(GPU, f"{OPS}/__init__.py", "_works"),
-    Rule(GPU, f"{OPS}/triton_matmul.py", "early"),
+    Rule(GPU, f"{OPS}/triton_matmul.py", "pdl_options"),
     Rule(GPU, f"{OPS}/triton_lm_head.py", "add_product"),
     Rule(GPU, f"{OPS}/triton_matmul.py", "_roomy"),
-    Rule(GPU, f"{OPS}/triton_matmul.py", "in_parts"),
+    Rule(GPU, f"{OPS}/triton_matmul.py", "cublas_split_k"),
     Rule(GPU, f"{OPS}/triton_decoding.py", "*_product"),
     Rule(GPU, "ascent/ops/cuda_graphs.py"),
     Rule(GPU, "ascent/inference/runners/cuda_graph.py", old=r"\bevent\.|on_card|\.stream\b"),
@@ -96,8 +96,9 @@ RULES = (
     Rule("version of a package for its metadata", "ascent/__init__.py"),
 )  # fmt: skip
 PERFORMANCE = {
-    "CHUNK", "SWITCH", "KEPT", "PATIENCE", "DEADLINE", "BLOCK", "READ", "WRITE", "TILE", "MANY", "LEAST", "HEADS",
-    "KEYS", "MOST_RANK", "FETCHED", "LONG", "ROUND", "POLL", "PAUSE", "GRACE", "TIMEOUT", "INTERVAL", "PERIOD",
+    "CHUNK", "SWITCH", "KEPT", "PATIENCE", "DEADLINE", "BLOCK", "READ", "WRITE", "LOGITS_BLOCK",
+    "LOGITS_TILE", "MANY_PROGRAMS", "MIN_KEYS_PER_SPLIT", "HEADS_PER_PROGRAM", "KEYS_PER_PROGRAM", "MAX_LORA_RANK",
+    "MAX_PREFETCHED_WEIGHTS", "MIN_CUBLAS_SPLIT_DEPTH", "LONG", "ROUND", "POLL", "PAUSE", "GRACE", "TIMEOUT", "INTERVAL", "PERIOD",
     "BEAT", "WAIT", "START", "ENDING", "PIECE",
 }  # fmt: skip
 """Constants of modules that decide time or memory alone: sizes of chunks, deadlines, pauses."""

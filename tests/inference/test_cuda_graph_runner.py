@@ -425,10 +425,10 @@ def test_the_kernels_of_a_layer_compute_their_formulas(dtype: torch.dtype, monke
         (False, 3, None, 32), (True, 1, None, 32), (True, 6, 0.0, 32), (True, 2, 1.0, 32), (False, 3, None, 96),
         (True, 2, 0.0, 24), (False, 1, None, 8),
     ):  # fmt: skip
-        monkeypatch.setattr(triton_paged_attention, "MANY", 1 if repeat > 2 else 1000)
+        monkeypatch.setattr(triton_paged_attention, "MANY_PROGRAMS", 1 if repeat > 2 else 1000)
         for cut in (None, (BLOCK_SIZE, 99), (2 * BLOCK_SIZE, 99), (BLOCK_SIZE, 2)):
             mine, plain = busy(dtype, DEVICE, channel), busy(dtype, DEVICE, channel)
-            parts = None if cut is None else triton_paged_attention.cut_rows(mine, 6, *cut)
+            parts = None if cut is None else triton_paged_attention.split_long_rows(mine, 6, *cut)
             turn = random_turn(dtype, DEVICE, normed, channel, add)
             qkv = torch.randn(6, (2 * repeat + 4) * channel + 16).to(DEVICE, dtype)[:, :-16]
             near(kernels.paged_attention(qkv, turn, mine, 0, parts), decode_ops.paged_attention(qkv, turn, plain, 0))
@@ -443,7 +443,7 @@ def test_the_kernels_of_a_layer_compute_their_formulas(dtype: torch.dtype, monke
 )
 @pytest.mark.parametrize("rows", [1, 5, 24])
 def test_the_parts_of_rows_cover_them_once_and_the_longest_come_first(rows: int, least: int, spread: int) -> None:
-    from ascent.ops.triton_paged_attention import cut_rows
+    from ascent.ops.triton_paged_attention import split_long_rows
 
     board, generator = (
         DecodeState.allocate(1, 2, 16, 30, 1, 40, 2500, torch.zeros((), device=DEVICE)),
@@ -454,7 +454,7 @@ def test_the_parts_of_rows_cover_them_once_and_the_longest_come_first(rows: int,
     board.state[0], board.state[RESPONSE_LENGTH] = known.to(DEVICE), length.to(DEVICE)
     lanes = torch.randperm(30, generator=generator)
     board.batch_indices.copy_(lanes)
-    parts = cut_rows(board, rows, least, spread).tolist()
+    parts = split_long_rows(board, rows, least, spread).tolist()
     there = [part for part in parts if part[0] >= 0]
     assert len(parts) <= rows + spread and parts[: len(there)] == there
     sizes = {part[7] for part in there}
@@ -485,7 +485,7 @@ def test_rows_in_parts_draw_what_whole_rows_draw(monkeypatch: pytest.MonkeyPatch
 
     def split_long_rows(board: DecodeState, rows: int) -> Tensor:
         cuts.append(rows)
-        return kernels.cut_rows(board, rows, BLOCK_SIZE, 99)
+        return kernels.split_long_rows(board, rows, BLOCK_SIZE, 99)
 
     sampler = sampler_of(lm, 5, rows=2)
     sampler.decoder = decoder = decoder_of(lm)
@@ -509,17 +509,17 @@ def test_products_with_few_rows_compute_their_formulas(
 ) -> None:
     """Rows, columns and sums that no tile divides; and a norm adds up the parts of a sum."""
     from ascent.ops import triton_decoding as kernels
-    from ascent.ops.triton_matmul import Tile, tiled_product
+    from ascent.ops.triton_matmul import Tile, tiled_matmul
 
     tile = Tile(*tile)
     torch.manual_seed(0)
     x, y = (torch.randn(rows, n + 8).to(DEVICE, dtype)[:, :n] for n in (depth, width))
     weight, b, w = (torch.randn(*s).to(DEVICE, dtype) for s in ((width, depth), (width,), (width,)))
     for bias in (None, b):
-        got, want = tiled_product(x, weight, bias, tile), decode_ops.linear(x, weight, bias)
+        got, want = tiled_matmul(x, weight, bias, tile), decode_ops.linear(x, weight, bias)
         assert (got.ndim == 3) == (tile.splits > 1)
         near(got.sum(0).to(dtype) if tile.splits > 1 else got, want)
-        assert torch.equal(tiled_product(x[:1], weight, bias, tile), got[..., :1, :])  # whoever is beside it
+        assert torch.equal(tiled_matmul(x[:1], weight, bias, tile), got[..., :1, :])  # whoever is beside it
         residual = y.contiguous()
         for one, other in zip(
             kernels.add_rms_norm(residual, got, w, 1e-5), decode_ops.add_rms_norm(residual, want, w, 1e-5), strict=True
@@ -528,21 +528,23 @@ def test_products_with_few_rows_compute_their_formulas(
         if tile.splits == 1:
             for gelu in (False, True):
                 want = decode_ops.gated_linear(x, weight, bias, gelu)
-                near(tiled_product(x, weight, bias, tile, "gelu" if gelu else "silu"), want)
+                near(tiled_matmul(x, weight, bias, tile, "gelu" if gelu else "silu"), want)
 
 
 @needs_triton
 def test_every_tile_fits_into_the_memory_of_a_multiprocessor() -> None:
-    from ascent.ops.triton_matmul import MEMORY, tile_of
+    from ascent.ops.triton_matmul import MIN_SHARED_MEMORY, choose_tile_for_shape
 
     sizes, tiles = (64, 576, 1536, 2048, 8960, 17_920), []
     for rows in (1, 16, 17, 64, 65, 512, 1024):
         for width, depth in itertools.product(sizes, sizes):
-            tiles += [(tile_of(rows, width, depth, gate, not gate), gate, depth) for gate in (False, True)]
+            tiles += [
+                (choose_tile_for_shape(rows, width, depth, gate, not gate), gate, depth) for gate in (False, True)
+            ]
     assert sum(tile is None for tile, *_ in tiles) > 100 < sum(tile is not None for tile, *_ in tiles)
     for tile, gate, depth in tiles:
         if tile is not None:
-            assert (tile.rows + tile.width * (1 + gate)) * tile.depth * 2 * tile.stages < MEMORY
+            assert (tile.block_m + tile.block_n * (1 + gate)) * tile.block_k * 2 * tile.stages < MIN_SHARED_MEMORY
             assert tile.splits == 1 or depth // tile.splits >= 512
 
 
@@ -558,7 +560,7 @@ def test_products_of_a_model_compute_their_formulas(rows: int, width: int, depth
 
     torch.manual_seed(0)
     x, weight = (torch.randn(n, depth).to(DEVICE, torch.bfloat16) for n in (rows, width))
-    got, want = kernels.linear(x, weight, None, parts=True), decode_ops.linear(x, weight, None)
+    got, want = kernels.linear(x, weight, None, split_k=True), decode_ops.linear(x, weight, None)
     near(got.sum(0).to(x.dtype) if got.ndim == 3 else got, want)
     near(kernels.gated_linear(x, weight, weight[:, 0].contiguous()), decode_ops.gated_linear(x, weight, weight[:, 0]))
 

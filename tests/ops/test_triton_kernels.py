@@ -113,15 +113,15 @@ def test_a_kernel_is_found_however_it_is_decorated() -> None:
 
 # ---- between the matrix products -------------------------------------------------------------------
 
-NORM = ("triton_norms._add_norm", "triton_norms.times", "triton_matmul.await_inputs")
-GATED = ("triton_decoding._gated", "triton_matmul.active", "triton_matmul.await_inputs")
-ADAPTED = ("triton_decoding._adapted", "triton_decoding._low_rank", "triton_matmul.await_inputs")
+NORM = ("triton_norms._add_rms_norm", "triton_norms.scale_by_weight", "triton_matmul.wait_for_inputs")
+GATED = ("triton_decoding._act_and_mul", "triton_matmul.act_and_mul", "triton_matmul.wait_for_inputs")
+ADAPTED = ("triton_decoding._add_lora", "triton_decoding._lora_matmul", "triton_matmul.wait_for_inputs")
 
 
 @case(*NORM)
 def add_norm(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
     """Rows that are apart, sums in parts, residuals in float32, and the three forms of a norm."""
-    from ascent.ops.triton_norms import normed_sum
+    from ascent.ops.triton_norms import add_rms_norm
 
     for rows, width in ((5, 48), (1, 1), (3, 77), (2, 300)):
         x, y, weight = noise(dtype, rows, width), noise(dtype, rows, width + 5)[:, :width], noise(dtype, width)
@@ -129,7 +129,7 @@ def add_norm(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
         for add in (None, 0.0, 1.0):
             for other in (y, None, parts):
                 for residual in (x, x.float()):
-                    total, normed = normed_sum(residual, other, weight, 1e-5, add)
+                    total, normed = add_rms_norm(residual, other, weight, 1e-5, add)
                     more = (
                         None
                         if other is None
@@ -167,7 +167,7 @@ def adapted(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
         near(triton_decoding.add_lora(whole.clone(), b), want)
 
 
-@case("triton_decoding._gated_adapted", "triton_decoding._low_rank", *GATED[1:])
+@case("triton_decoding._lora_act_and_mul", "triton_decoding._lora_matmul", *GATED[1:])
 def gated_adapted(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
 
     from ascent.ops import triton_decoding
@@ -214,7 +214,12 @@ def rotary_embedding_of_an_update(dtype: torch.dtype, patch: pytest.MonkeyPatch)
 
 # ---- matrix products -------------------------------------------------------------------------------
 
-PRODUCT = ("triton_matmul._product", "triton_matmul._added", "triton_matmul._sums", "triton_matmul.await_inputs")
+PRODUCT = (
+    "triton_matmul._matmul",
+    "triton_matmul._add_dot",
+    "triton_matmul._initial_sums",
+    "triton_matmul.wait_for_inputs",
+)
 TILES = [
     (5, 48, 64, (16, 32, 32)),
     (70, 104, 96, (64, 64, 32, 2)),
@@ -225,24 +230,24 @@ TILES = [
 
 
 def check_products(dtype: torch.dtype) -> None:
-    from ascent.ops.triton_matmul import Tile, tiled_product
+    from ascent.ops.triton_matmul import Tile, tiled_matmul
 
     for rows, width, depth, sizes in TILES:
         tile = Tile(*sizes)
         x = noise(dtype, rows, depth + 8)[:, :depth]
         weight, bias = noise(dtype, width, depth, scale=depth**-0.5), noise(dtype, width)
         for b in (None, bias):
-            got = tiled_product(x, weight, b, tile)
+            got = tiled_matmul(x, weight, b, tile)
             want = decode_ops.linear(x.double(), weight.double(), None if b is None else b.double())
             assert (got.ndim == 3) == (tile.splits > 1)
             near(got.sum(0) if tile.splits > 1 else got, want)
             for gate in (None, "silu", "gelu") if tile.splits == 1 else ():
                 if gate is not None:
-                    got = tiled_product(x, weight, b, tile, gate)
+                    got = tiled_matmul(x, weight, b, tile, gate)
                     near(got, decode_ops.gated_activation(want, gelu=gate == "gelu"), 4)
 
 
-@case(*PRODUCT, "triton_matmul.active")
+@case(*PRODUCT, "triton_matmul.act_and_mul")
 def products_with_few_rows(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
     check_products(dtype)
 
@@ -250,9 +255,14 @@ def products_with_few_rows(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> Non
 # ---- a decoding step -------------------------------------------------------------------------------
 
 ATTEND = (
-    *("_angles", "_mixed", "_newest", "_along", "_rotated", "_nothing", "_write", "channels"),
+    *("_load_rope", "_attend_range", "_write_new_token", "_attend_cached", "_norm_and_rope", "_empty_softmax"),
+    *("_write_output", "head_dim_mask"),
 )  # fmt: skip
-ATTEND = (*(f"triton_paged_attention.{name}" for name in ATTEND), "triton_norms.times", "triton_matmul.await_inputs")
+ATTEND = (
+    *(f"triton_paged_attention.{name}" for name in ATTEND),
+    "triton_norms.scale_by_weight",
+    "triton_matmul.wait_for_inputs",
+)
 
 
 def check_attention(dtype: torch.dtype, patch: pytest.MonkeyPatch, cuts: Iterable[Any]) -> list[Tensor]:
@@ -263,7 +273,7 @@ def check_attention(dtype: torch.dtype, patch: pytest.MonkeyPatch, cuts: Iterabl
     for cut, (normed, repeat, add, channel) in zip(
         cuts, ((False, 3, None, 32), (True, 1, None, 16), (True, 2, 1.0, 24), (True, 17, 0.0, 8)), strict=True
     ):
-        patch.setattr(triton_paged_attention, "MANY", 1 if repeat == 3 else 1000)
+        patch.setattr(triton_paged_attention, "MANY_PROGRAMS", 1 if repeat == 3 else 1000)
         mine, plain = busy(dtype, DEVICE, channel), busy(torch.float64, DEVICE, channel)
         for ours, theirs in zip(mine.cache.layers[0], plain.cache.layers[0], strict=True):
             theirs.copy_(ours)
@@ -274,9 +284,9 @@ def check_attention(dtype: torch.dtype, patch: pytest.MonkeyPatch, cuts: Iterabl
         exact = decode_ops.AttentionParams(turn.cos.double(), turn.sin.double(), exact_norms, turn.scale)  # type: ignore[arg-type]
         qkv = noise(dtype, 6, (2 * repeat + 4) * channel + 16)[:, :-16]
         caches += mine.cache.layers[0]
-        parts = None if cut is None else triton_paged_attention.cut_rows(mine, 6, *cut)
+        parts = None if cut is None else triton_paged_attention.split_long_rows(mine, 6, *cut)
         near(
-            triton_paged_attention.attend_pages(qkv, turn, mine, 0, parts),
+            triton_paged_attention.paged_attention(qkv, turn, mine, 0, parts),
             decode_ops.paged_attention(qkv.double(), exact, plain, 0),
             8,
         )
@@ -286,15 +296,15 @@ def check_attention(dtype: torch.dtype, patch: pytest.MonkeyPatch, cuts: Iterabl
     return caches
 
 
-@case("triton_paged_attention._attend", *ATTEND)
+@case("triton_paged_attention._attend_rows", *ATTEND)
 def attention_over_blocks(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
     check_attention(dtype, patch, [None] * 4)
 
 
 @case(
-    "triton_paged_attention._attend_parts",
-    "triton_paged_attention._joined",
-    "triton_paged_attention._cut_rows",
+    "triton_paged_attention._attend_splits",
+    "triton_paged_attention._merge_splits",
+    "triton_paged_attention._split_long_rows",
     *ATTEND,
 )
 def attention_over_parts_of_rows(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
@@ -302,10 +312,10 @@ def attention_over_parts_of_rows(dtype: torch.dtype, patch: pytest.MonkeyPatch) 
 
 
 @case(
-    "triton_decoding._place",
-    "triton_decoding._collect",
-    "triton_paged_attention.channels",
-    "triton_matmul.await_inputs",
+    "triton_decoding._rotate_and_write_kv",
+    "triton_decoding._gather_kv",
+    "triton_paged_attention.head_dim_mask",
+    "triton_matmul.wait_for_inputs",
 )
 def given_tokens(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
 
@@ -332,11 +342,11 @@ def given_tokens(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
 
 
 @case(
-    "triton_decoding._measure",
-    "triton_decoding._draw",
-    "triton_decoding._invert",
-    "triton_decoding._uniform",
-    "triton_matmul.await_inputs",
+    "triton_decoding._block_sums",
+    "triton_decoding._sample_next_tokens",
+    "triton_decoding._invert_cdf",
+    "triton_decoding._uniform_from_seed",
+    "triton_matmul.wait_for_inputs",
 )
 def draws(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
     """Tokens, their log-probs, and what becomes of a lane: ended, at its limit, given tokens, already done."""
@@ -414,7 +424,7 @@ def steps_of_adamw_in_bfloat16(dtype: torch.dtype, patch: pytest.MonkeyPatch) ->
     assert torch.equal(p, want[0]) and torch.equal(low, want[1])
 
 
-# ---- what only a GPU does: prefetches and early launches -------------------------------------------
+# ---- what only a GPU does: prefetches and pdl_options launches -------------------------------------------
 
 
 def launch_early(patch: pytest.MonkeyPatch) -> None:
@@ -422,7 +432,7 @@ def launch_early(patch: pytest.MonkeyPatch) -> None:
     from ascent.ops import triton_decoding, triton_matmul, triton_norms, triton_paged_attention
 
     for module in (triton_decoding, triton_norms, triton_paged_attention, triton_matmul):
-        patch.setattr(module, "early", lambda: {"EARLY": True})
+        patch.setattr(module, "pdl_options", lambda: {"PDL": True})
     patch.setattr(triton_matmul, "gdc_wait", lambda: INTERPRETER.record("griddepcontrol.wait"))
     patch.setattr(
         triton_matmul, "gdc_launch_dependents", lambda: INTERPRETER.record("griddepcontrol.launch_dependents")
@@ -431,26 +441,26 @@ def launch_early(patch: pytest.MonkeyPatch) -> None:
 
 @case(
     *PRODUCT,
-    "triton_matmul.active",
-    "triton_matmul.fetch",
-    "triton_paged_attention._fetch_pages",
-    "triton_paged_attention._attend",
+    "triton_matmul.act_and_mul",
+    "triton_matmul.prefetch_l2",
+    "triton_paged_attention._prefetch_blocks",
+    "triton_paged_attention._attend_rows",
     *ATTEND,
 )
 def prefetches(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
     """Results stay the same, and what is asked for lies in the matrix or in the cache, aligned as the GPU wants it."""
-    from ascent.ops.triton_matmul import Tile, tiled_product
+    from ascent.ops.triton_matmul import Tile, tiled_matmul
 
     if not INTERPRETED:
         return
     launch_early(patch)
-    if dtype != torch.float32:  # `tile_for`: float32 has no such products
+    if dtype != torch.float32:  # `choose_tile`: float32 has no such products
         for rows, width, depth, sizes in TILES:
             x, weight = noise(dtype, rows, depth), noise(dtype, width, depth, scale=depth**-0.5)
-            got = tiled_product(x, weight, None, tile := Tile(*sizes))
+            got = tiled_matmul(x, weight, None, tile := Tile(*sizes))
             near(got.sum(0) if tile.splits > 1 else got, decode_ops.linear(*wide(x, weight), None))
             near(
-                tiled_product(x, weight, None, tile._replace(splits=1), "silu"),
+                tiled_matmul(x, weight, None, tile._replace(splits=1), "silu"),
                 decode_ops.gated_activation(decode_ops.linear(*wide(x, weight), None)),
                 4,
             )
