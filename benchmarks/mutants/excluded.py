@@ -98,7 +98,8 @@ RULES = (
 PERFORMANCE = {
     "CHUNK", "SWITCH", "KEPT", "PATIENCE", "DEADLINE", "BLOCK", "READ", "WRITE", "LOGITS_BLOCK",
     "LOGITS_TILE", "MANY_PROGRAMS", "MIN_KEYS_PER_SPLIT", "HEADS_PER_PROGRAM", "KEYS_PER_PROGRAM", "MAX_LORA_RANK",
-    "MAX_PREFETCHED_WEIGHTS", "MIN_CUBLAS_SPLIT_DEPTH", "LONG", "ROUND", "POLL", "PAUSE", "GRACE", "TIMEOUT", "INTERVAL", "PERIOD",
+    "MAX_PREFETCHED_WEIGHTS", "MIN_CUBLAS_SPLIT_DEPTH", "LONG", "ROUND", "POLL", "PAUSE",
+    "GRACE", "TIMEOUT", "INTERVAL", "PERIOD",
     "BEAT", "WAIT", "START", "ENDING", "PIECE",
 }  # fmt: skip
 """Constants of modules that decide time or memory alone: sizes of chunks, deadlines, pauses."""
