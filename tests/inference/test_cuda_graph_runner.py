@@ -473,8 +473,9 @@ def test_the_parts_of_rows_cover_them_once_and_the_longest_come_first(rows: int,
 
 @needs_triton
 def test_rows_in_parts_draw_what_whole_rows_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All parts of a decoder together: rows are cut anew in every step, and once more for rows that enter later."""
+    """The whole decoder: rows are split again in every step, and once more for rows that enter later."""
     from ascent.ops import triton_decoding as kernels
+    from ascent.ops.triton_paged_attention import split_long_rows
 
     lm = model_of("Llama", dtype=torch.float32, num_hidden_layers=1)
     lm.model.to(DEVICE)
@@ -483,14 +484,14 @@ def test_rows_in_parts_draw_what_whole_rows_draw(monkeypatch: pytest.MonkeyPatch
     sampler.decoder = PagedRunner
     want, cuts = sampler.generate(prompts, 1), []
 
-    def split_long_rows(board: DecodeState, rows: int) -> Tensor:
+    def split_more_rows(state: DecodeState, rows: int) -> Tensor:
         cuts.append(rows)
-        return kernels.split_long_rows(board, rows, BLOCK_SIZE, 99)
+        return split_long_rows(state, rows, BLOCK_SIZE, 99)
 
     sampler = sampler_of(lm, 5, rows=2)
     sampler.decoder = decoder = decoder_of(lm)
     monkeypatch.setattr(decoder, "ops", kernels)
-    monkeypatch.setattr(kernels, "split_long_rows", split_long_rows)
+    monkeypatch.setattr(kernels, "split_long_rows", split_more_rows)
     monkeypatch.setattr(cuda_graph, "LONG", BLOCK_SIZE)
     same(sampler.generate(prompts, 1), want, 1e-4)
     assert cuts and not decoder.board.finished_splits.any()
