@@ -39,13 +39,13 @@ import torch
 
 from ascent.build.model_verification import prove
 from ascent.core.types import Prompts
-from ascent.environments.chat_session import ChatWriter, Session
+from ascent.environments.chat_session import ChatRenderer, Session
 from ascent.inference.continuous_batching import serve_requests
 from ascent.inference.engine import LocalEngine
 from ascent.inference.request_queue import RequestQueue
 from ascent.rollout.agents import ServerThread
 from ascent.server.endpoint import Endpoint
-from ascent.server.open_sessions import SessionRules
+from ascent.server.open_sessions import SessionSettings
 from benchmarks.common import ROOT, close, show
 from benchmarks.peers.models import SMOKE as TINY
 from benchmarks.peers.models import random_model
@@ -184,10 +184,10 @@ def client(pipe: Any) -> None:
 
 
 @contextmanager
-def serving(sampler: LocalEngine, slots: int, limit: int, longest: int, writer: Any) -> Iterator[Any]:
+def serving(sampler: LocalEngine, slots: int, limit: int, longest: int, renderer: Any) -> Iterator[Any]:
     queue = RequestQueue(slots)
-    rules = SessionRules(limit + longest, longest, limit, fixed=True)
-    endpoint = Endpoint(queue, writer, rules, sampler.lm.vocab)
+    settings = SessionSettings(limit + longest, longest, limit, fixed=True)
+    endpoint = Endpoint(queue, renderer, settings, sampler.lm.vocab)
     server = ServerThread(endpoint).start()
     decoding = threading.Thread(target=serve_requests, args=(sampler, queue, slots, limit, longest))
     decoding.start()
@@ -215,9 +215,9 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, list[float]] = {"plain": [], "endpoint": [], "turns": []}
 
     def through(turns: int) -> float:
-        writer = ChatWriter(Silent(), lm.ends)
-        with serving(sampler, sessions, limit, 70, writer) as (endpoint, port):
-            keys = [endpoint.open(Session(seed), endpoint.rules)[0] for seed in range(sessions)]
+        renderer = ChatRenderer(Silent(), lm.ends)
+        with serving(sampler, sessions, limit, 70, renderer) as (endpoint, port):
+            keys = [endpoint.open(Session(seed), endpoint.settings)[0] for seed in range(sessions)]
             mine.send((port, keys, ids, turns, tokens // turns))
             return sessions * tokens / mine.recv()
 
@@ -279,8 +279,8 @@ def attacks(folder: Path) -> tuple[dict[str, bool], int]:
     lm = tiny(folder)
     sampler = LocalEngine(lm, 300, 1.0, torch.Generator(), rows=4)
     sampler.version = 0
-    with serving(sampler, 8, 300, 120, ChatWriter(lm.tokenizer, lm.ends)) as (endpoint, port):
-        sessions = [endpoint.open(Session(seed), endpoint.rules) for seed in (7, 7, 3, 4)]
+    with serving(sampler, 8, 300, 120, ChatRenderer(lm.tokenizer, lm.ends)) as (endpoint, port):
+        sessions = [endpoint.open(Session(seed), endpoint.settings) for seed in (7, 7, 3, 4)]
         (alone_key, alone), (key, beside), (bad, _), (over, _) = sessions
         endpoint.close(over, "over")
         prompt = [3, 7, 8, 9, 0, 4]
@@ -291,10 +291,10 @@ def attacks(folder: Path) -> tuple[dict[str, bool], int]:
             return held
 
         held = asyncio.run(together())
-        same = (alone.session.prompt, alone.session.response, alone.session.drawn)
-        held["nothing leaks"] = same == (beside.session.prompt, beside.session.response, beside.session.drawn)
+        same = (alone.session.prompt, alone.session.response, alone.session.sampled)
+        held["nothing leaks"] = same == (beside.session.prompt, beside.session.response, beside.session.sampled)
         held["nothing is left"] = not endpoint.queue.active
-    return held, beside.session.turns
+    return held, beside.session.num_turns
 
 
 def tiny(folder: Path) -> Any:

@@ -27,7 +27,7 @@ import torch
 import ascent
 from ascent.build.assemble import assemble
 from ascent.core.loop import train
-from ascent.environments.tool_chat import instruction_of, with_instruction
+from ascent.environments.tool_chat import tool_instruction, with_instruction
 from ascent.environments.tools import BUILT_IN, schemas_of
 from ascent.runs.statistics import wilson
 from ascent.settings import configure
@@ -60,7 +60,7 @@ def problems(count: int, seed: int) -> list[tuple[int, int]]:
 
 def demonstrations(count: int) -> list[dict[str, Any]]:
     """Of each problem two: the call, and the answer behind its result, as the conversation will have them."""
-    told = instruction_of(schemas_of([BUILT_IN["calculator"]]))
+    told = tool_instruction(schemas_of([BUILT_IN["calculator"]]))
     rows: list[dict[str, Any]] = []
     for a, b in problems(count, seed=1):
         call = f"<call>calculator {json.dumps({'expression': f'{a} * {b}'})}</call>"

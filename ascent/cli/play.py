@@ -20,7 +20,7 @@ from ascent.core.errors import ConfigError, RunError
 from ascent.core.types import Prompts
 from ascent.environments.episode_pool import EpisodePool, LocalEpisodes
 from ascent.environments.episode_process import Source
-from ascent.environments.tool_chat import instruction_of
+from ascent.environments.tool_chat import tool_instruction
 from ascent.environments.tools import Tools, load_tool, read_counts, schemas_of
 from ascent.processes.supervisor import Limits
 from ascent.rewards.grading import Grading
@@ -246,7 +246,7 @@ def text_game(task: Any, seed: int) -> SmallGame:
     pool, answers = None, ENVIRONMENT
     if task.tools:
         schemas, answers = schemas_of([load_tool(source) for source in task.tools]), TOOL
-        chat.insert(0, {"role": "system", "content": instruction_of(schemas)})
+        chat.insert(0, {"role": "system", "content": tool_instruction(schemas)})
         settings = {"sources": list(task.tools), "schemas": schemas, "form": "plain", "sandbox": task.tool_sandbox}
         pool = EpisodePool(Source("ascent.environments.tools:make_tools", settings), limits)
     elif task.environment:

@@ -1,9 +1,9 @@
-"""Sessions: what a client of the endpoint says, turn by turn, as the tokens that the policy read and drew.
+"""Sessions: the conversation of an endpoint's client, recorded as the tokens that were sampled and observed.
 
-A client sends the whole history each time. If that is what it was answered, and more, then the policy reads on: the
-recorded tokens and what the template puts behind them. The history is compared as messages, and never rendered again:
-decoding and encoding do not give back what was drawn. Of an assistant's message the content and the calls count; its
-reasoning, the ids of calls and the spacing of JSON do not.
+A client sends the whole history with each request. If it begins with the recorded history, the record is extended by
+the tokens that the chat template writes for the new messages. The history is compared as messages and is not rendered
+again, because decoding and encoding sampled tokens may give other tokens. Of an assistant's message, the content and
+the tool calls are compared, but not the reasoning, the ids of calls or the spacing of JSON.
 """
 
 import copy
@@ -15,258 +15,172 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from ascent.environments.chat_templates import Tail
-from ascent.environments.tool_call_formats import PLAIN, Schema, ToolCall, kinds_of, types_of
+from ascent.environments.chat_templates import ChatTemplate
+from ascent.environments.tool_call_formats import PLAIN, Schema, ToolCall, parameter_schemas
 from ascent.environments.tool_chat import ToolChat
-from ascent.environments.turn_parser import AssistantTurn, TokenReader, TurnReader
+from ascent.environments.turn_parser import AssistantTurn, TokenParser, TurnParser
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-KEPT = 32
-"""Lists of tools whose format is remembered."""
+MAX_CACHED_CHATS = 32
+"""Lists of tools whose template and tool-call format are cached."""
 
 
 class InvalidMessageError(Exception):
-    """A request that cannot be answered, and why."""
+    """A request that cannot be answered."""
 
 
 class HistoryMismatchError(Exception):
-    """A history that is not what was said, and where it differs."""
+    """A client's history that differs from the recorded one."""
 
 
-class Said(NamedTuple):
-    """A message as far as it is compared."""
+class MessageKey(NamedTuple):
+    """The parts of a message that are compared with the recorded history."""
 
     role: str
     content: str
     calls: tuple[tuple[str, str], ...] = ()
-    """Names and arguments, as JSON in one spelling."""
+    """Names and arguments of tool calls, the arguments as canonical JSON."""
 
 
-def one_spelling(value: Any) -> str:
-    """JSON in one spelling."""
+def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
-# ---- messages -------------------------------------------------------------------------------------------------
-
-
-def read_messages(messages: Any, most: int) -> list[dict[str, Any]]:
-    """The messages of a request with text as their contents, and arguments of calls as objects; or `Nonsense`."""
-    if not isinstance(messages, list) or not messages:
-        raise InvalidMessageError("messages: a list of one message or more")
-    if len(messages) > most:
-        raise InvalidMessageError(f"messages: {len(messages)} of them, and at most {most} are read")
-    return [_message(message, i) for i, message in enumerate(messages)]
-
-
-def _message(message: Any, place: int) -> dict[str, Any]:
-    where = f"messages[{place}]"
-    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-        raise InvalidMessageError(f"{where}: a message is an object with a role: {', '.join(ROLES)}")
-    role = "system" if message["role"] == "developer" else message["role"]
-    clean: dict[str, Any] = {"role": role, "content": _text(message.get("content"), where)}
-    calls = message.get("tool_calls")
-    if calls and role != "assistant":
-        raise InvalidMessageError(f"{where}: only an assistant calls tools")
-    if calls:
-        if not isinstance(calls, list):
-            raise InvalidMessageError(f"{where}.tool_calls: a list of calls")
-        clean["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    if role == "tool":
-        clean["tool_call_id"] = str(message.get("tool_call_id") or "")
-        clean["name"] = str(message.get("name") or "")
-    return clean
-
-
-def _text(content: Any, where: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = content if isinstance(content, list) else [content]
-    for part in parts:
-        if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            raise InvalidMessageError(
-                f"{where}.content: text, or a list of parts of the type text; nothing else is read here"
-            )
-    return "".join(part["text"] for part in parts)
-
-
-def _call(call: Any, where: str) -> dict[str, Any]:
-    about = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(about, Mapping) or not isinstance(about.get("name"), str):
-        raise InvalidMessageError(f'{where}: a call is {{"id": …, "function": {{"name": …, "arguments": …}}}}')
-    arguments = about.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-            json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()  # finite numbers, no half characters
-        except (ValueError, RecursionError):
-            raise InvalidMessageError(f"{where}.function.arguments: not JSON") from None
-    if not isinstance(arguments, Mapping):
-        raise InvalidMessageError(f"{where}.function.arguments: an object {{…}} as JSON")
-    return {
-        "id": str(call.get("id") or ""),
-        "type": "function",
-        "function": {"name": about["name"], "arguments": dict(arguments)},
-    }
-
-
-def read_tools(tools: Any, most: int) -> list[Schema]:
-    """The tools of a request as templates take them."""
-    if tools is None:
-        return []
-    if not isinstance(tools, list) or len(tools) > most:
-        raise InvalidMessageError(f"tools: a list of at most {most}")
-    for i, tool in enumerate(tools):
-        about = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(about, Mapping) or not isinstance(about.get("name"), str) or not about["name"]:
-            raise InvalidMessageError(
-                f'tools[{i}]: a tool is {{"type": "function", "function": {{"name": …, "parameters": …}}}}'
-            )
-        parameters = about.get("parameters", {})
-        if not isinstance(parameters, Mapping) or not _is_schema(parameters):
-            raise InvalidMessageError(f"tools[{i}].function.parameters: a JSON schema of an object")
-    return list(tools)
-
-
-def _is_schema(parameters: Mapping[str, Any]) -> bool:
-    """Does it say which types its properties have?"""
-    properties, required = parameters.get("properties", {}), parameters.get("required", [])
-    try:
-        return isinstance(required, list) and all(
-            isinstance(schema, Mapping) and all(isinstance(kind, str) for kind in kinds_of(schema))
-            for schema in properties.values()
-        )
-    except (AttributeError, TypeError, RecursionError):
-        return False
-
-
-def compared(message: Mapping[str, Any]) -> Said:
+def message_key(message: Mapping[str, Any]) -> MessageKey:
     calls = [call["function"] for call in message.get("tool_calls", ())]
     content = message["content"].strip() if message["role"] == "assistant" else message["content"]
-    return Said(message["role"], content, tuple((c["name"], one_spelling(c["arguments"])) for c in calls))
+    keys = tuple((call["name"], canonical_json(call["arguments"])) for call in calls)
+    return MessageKey(message["role"], content, keys)
 
 
-# ---- a model's way to write them -------------------------------------------------------------------------------
+# ---- rendering and parsing --------------------------------------------------------------------------------------
 
 
-class ChatWriter:
-    """How a model writes conversations: prompts, tails, and the turns that it is answered with."""
+class ChatRenderer:
+    """Renders prompts and observations with a model's chat template, and makes parsers of its turns.
 
-    def __init__(self, tokenizer: Any, ends: Collection[int]):
-        self.tokenizer, self.ends = tokenizer, ends
+    `stop_ids`: the tokens that end a turn.
+    """
+
+    def __init__(self, tokenizer: Any, stop_ids: Collection[int]):
+        self.tokenizer, self.stop_ids = tokenizer, stop_ids
         self._decoder = tokenizer
-        self._chats: OrderedDict[str, tuple[ToolChat | None, Tail]] = OrderedDict()
+        self._chats: OrderedDict[str, tuple[ToolChat | None, ChatTemplate]] = OrderedDict()
 
-    def for_thread(self) -> "ChatWriter":
-        """A writer for another thread: it encodes with a tokenizer of its own and decodes with this one's."""
-        writer = ChatWriter(copy.deepcopy(self.tokenizer), self.ends)
-        writer._decoder = self._decoder
-        return writer
+    def for_thread(self) -> "ChatRenderer":
+        """Return a renderer for another thread: it encodes with a copy of the tokenizer and decodes with this one."""
+        renderer = ChatRenderer(copy.deepcopy(self.tokenizer), self.stop_ids)
+        renderer._decoder = self._decoder
+        return renderer
 
     @cached_property
     def _special(self) -> dict[int, str]:
-        """Special tokens that end no turn, by their names."""
-        marks = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        every = marks.union(self.tokenizer.all_special_ids) - set(self.ends)
-        return {i: self.tokenizer.convert_ids_to_tokens(i) for i in every}
+        """The names of special tokens that end no turn."""
+        added = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        ids = added.union(self.tokenizer.all_special_ids) - set(self.stop_ids)
+        return {i: self.tokenizer.convert_ids_to_tokens(i) for i in ids}
 
-    def _chat(self, tools: Sequence[Schema]) -> tuple[ToolChat | None, Tail]:
-        """The chat with these tools; without any, its tail alone. It refuses models whose template cannot."""
-        name = one_spelling(tools)
-        if name not in self._chats:
-            chat = ToolChat(self.tokenizer, tools, self.ends) if tools else None
-            self._chats[name] = chat, chat.tail if chat else Tail(self.tokenizer, (), self.ends)
-            if len(self._chats) > KEPT:
+    def _chat(self, tools: Sequence[Schema]) -> tuple[ToolChat | None, ChatTemplate]:
+        """Return the chat with these tools (None without tools) and its template. Raises if the model has none."""
+        key = canonical_json(tools)
+        if key not in self._chats:
+            chat = ToolChat(self.tokenizer, tools, self.stop_ids) if tools else None
+            template = chat.template if chat else ChatTemplate(self.tokenizer, (), self.stop_ids)
+            self._chats[key] = chat, template
+            if len(self._chats) > MAX_CACHED_CHATS:
                 self._chats.popitem(last=False)
-        return self._chats[name]
+        return self._chats[key]
 
-    def first(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema]) -> list[int]:
-        """The ids of a prompt."""
+    def render_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema]) -> list[int]:
+        """Return the token ids of a prompt."""
         try:
-            return self._chat(tools)[1].first(self._written(messages, tools))
+            return self._chat(tools)[1].render_prompt(self._for_template(messages, tools))
         except ValueError:
             raise
-        except Exception as error:  # a template says in its own way what it does not take
-            raise InvalidMessageError(f"the chat template does not take these messages: {str(error)[:200]}") from None
+        except Exception as error:  # chat templates raise errors of any type
+            raise InvalidMessageError(f"the chat template refuses these messages: {str(error)[:200]}") from None
 
-    def _written(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema]) -> list[Any]:
-        """A conversation as the template gets it."""
+    def _for_template(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema]) -> list[Any]:
+        """Return the messages as the template gets them."""
         chat = self._chat(tools)[0]
-        written: list[Any] = _plain(messages) if chat is None or chat.format is PLAIN else list(messages)
-        return written if chat is None else chat.messages(written)
+        prepared: list[Any] = without_tool_calls(messages) if chat is None or chat.format is PLAIN else list(messages)
+        return prepared if chat is None else chat.add_instruction(prepared)
 
-    def tail(
+    def render_suffix(
         self,
         turn: Sequence[int],
         calls: Sequence[ToolCall],
         messages: Sequence[Mapping[str, Any]],
         tools: Any,
-        ids: Sequence[str] = (),
+        call_ids: Sequence[str] = (),
         history: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """The ids between a turn, which made these calls, and the next one: of messages that answer it.
+        """Return the token ids between a turn and the next one: of the messages that respond to the turn.
 
-        A result belongs to the call that it names by its id, of these `ids`; or else to the one in its place.
-        `history`: the conversation before the turn.
+        `calls`: the tool calls of the turn. A tool message belongs to the call whose id it names (of `call_ids`), or
+        else to the call at its position. `history`: the conversation before the turn.
         """
-        chat, tail = self._chat(tools)
-        places = iter(range(len(messages)))
-        answers: list[dict[str, str]] = []
-        for message in _plain(messages) if chat is None or chat.format is PLAIN else messages:
-            answer = {"role": message["role"], "content": message["content"]}
+        chat, template = self._chat(tools)
+        positions = iter(range(len(messages)))
+        responses: list[dict[str, str]] = []
+        for message in without_tool_calls(messages) if chat is None or chat.format is PLAIN else messages:
+            response = {"role": message["role"], "content": message["content"]}
             if message["role"] == "tool":
-                place, named = next(places), message["tool_call_id"]
-                place = ids.index(named) if named and list(ids).count(named) == 1 else place
-                call = calls[place] if place < len(calls) else ToolCall("", {})
-                answer |= {"name": message["name"] or call.name, "tool_call_id": call.id}
-            answers.append(answer)
-        return tail.answer(turn, answers, self._written(history, tools) if history else ())
+                index, call_id = next(positions), message["tool_call_id"]
+                index = call_ids.index(call_id) if call_id and list(call_ids).count(call_id) == 1 else index
+                call = calls[index] if index < len(calls) else ToolCall("", {})
+                response |= {"name": message["name"] or call.name, "tool_call_id": call.id}
+            responses.append(response)
+        return template.render_observation(turn, responses, self._for_template(history, tools) if history else ())
 
-    def words(self, tokens: Sequence[int], special: bool = False) -> str:
+    def decode(self, tokens: Sequence[int], special: bool = False) -> str:
         return self._decoder.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
     def encode(self, text: str | list[int]) -> list[int]:
-        """The ids of a text that the policy continues, without an end token that the tokenizer puts behind it."""
+        """Return the ids of a text to continue, without the end tokens that a tokenizer may append."""
         if isinstance(text, list):
             return text
         ids, plain = (list(self.tokenizer(text, add_special_tokens=added)["input_ids"]) for added in (True, False))
-        ends, own = (len(list(takewhile(self.ends.__contains__, reversed(each)))) for each in (ids, plain))
-        return ids[: len(ids) - max(0, ends - own)]
+        num_ends = [len(list(takewhile(self.stop_ids.__contains__, reversed(each)))) for each in (ids, plain)]
+        return ids[: len(ids) - max(0, num_ends[0] - num_ends[1])]
 
-    def reader(
-        self, tools: Sequence[Schema] = (), stops: Any = (), prompt: Sequence[int] | None = (), one_call: bool = False
-    ) -> TokenReader:
-        """Reads a turn behind a prompt, of which the last tokens count; None: only words are read.
+    def make_parser(
+        self,
+        tools: Sequence[Schema] = (),
+        stops: Any = (),
+        prompt: Sequence[int] | None = (),
+        single_call: bool = False,
+    ) -> TokenParser:
+        """Return a parser of the turn after a prompt. `prompt`: None for a plain text completion.
 
-        With tools, special tokens are marks.
+        With tools, special tokens are kept as text, because tool-call formats use them.
         """
         if prompt is None:
-            return TokenReader(TurnReader(stops, None), self.words, {}, self.ends)
-        chat, tail = self._chat(tools)
-        thinking = tail.opens_thoughts(prompt)
-        how = (chat.format, types_of(tools), one_call) if chat else ()
-        reader = TurnReader(stops, thinking, *how)
-        return TokenReader(reader, self.words, self._special if chat else {}, self.ends)
+            return TokenParser(TurnParser(stops, None), self.decode, {}, self.stop_ids)
+        chat, template = self._chat(tools)
+        in_reasoning = template.opens_reasoning(prompt)
+        tool_options = (chat.format, parameter_schemas(tools), single_call) if chat else ()
+        parser = TurnParser(stops, in_reasoning, *tool_options)
+        return TokenParser(parser, self.decode, self._special if chat else {}, self.stop_ids)
 
-    def read(self, turn: Sequence[int], *how: Any) -> AssistantTurn:
-        """A whole turn as a client reads it."""
-        reader = self.reader(*how)
-        reader.feed(turn), reader.end()
-        return reader.whole
+    def parse_turn(self, turn: Sequence[int], *options: Any) -> AssistantTurn:
+        """Parse a whole turn, with the options of `make_parser`."""
+        parser = self.make_parser(*options)
+        parser.feed(turn), parser.end()
+        return parser.turn
 
 
-def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Messages for a template that knows neither calls nor results.
+def without_tool_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return messages for a template without tool calls and tool messages.
 
-    Results become messages of the user. Those in a row, and what the user says beside them, are one message: many
-    templates take one at a time.
+    Tool messages become messages of the user. Consecutive ones, and messages of the user next to them, are joined:
+    many templates refuse two messages of one role in a row.
     """
     plain: list[dict[str, str]] = []
     for before, message in zip([None, *messages], messages, strict=False):
         content, roles = message["content"], {message["role"], before["role"] if before else ""}
         for call in message.get("tool_calls", ()):
-            about = call["function"]
-            content += f"<call>{about['name']} {json.dumps(about['arguments'], ensure_ascii=False)}</call>"
+            function = call["function"]
+            content += f"<call>{function['name']} {json.dumps(function['arguments'], ensure_ascii=False)}</call>"
         if "tool" in roles and roles <= {"tool", "user"}:
             plain[-1]["content"] += f"\n{content}"
         else:
@@ -274,104 +188,108 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     return plain
 
 
-# ---- a session -------------------------------------------------------------------------------------------------
+# ---- a session --------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Session:
-    """One conversation, and its record: token by token what was read and drawn."""
+    """One conversation and its record, token by token."""
 
     seed: int
     prompt: list[int] = field(default_factory=list)
     response: list[int] = field(default_factory=list)
-    """All that follows the prompt."""
-    drawn: list[bool] = field(default_factory=list)
-    """Which of those the policy drew."""
+    """All tokens after the prompt. The five lists below have one entry per token of it."""
+    sampled: list[bool] = field(default_factory=list)
+    """Whether the policy sampled the token; False: it is part of an observation."""
     logp: list[float] = field(default_factory=list)
-    mass: list[float] = field(default_factory=list)
+    kept_mass: list[float] = field(default_factory=list)
+    """Probability mass kept by top-k, top-p and min-p."""
     turn: list[int] = field(default_factory=list)
+    """The index of the turn."""
     waited: list[float] = field(default_factory=list)
-    """Seconds until the next request, on the last token of each turn."""
-    turns: int = 0
+    """On the last token of each turn: seconds until the next request."""
+    num_turns: int = 0
     ended: bool = False
-    """Did the latest turn end by itself?"""
-    said: list[Said] | None = field(default_factory=list)
-    """The history, as messages; None: it was given as tokens."""
+    """Whether the last turn ended with a stop token or a stop string."""
+    history: list[MessageKey] | None = field(default_factory=list)
+    """The messages so far; None: the client sends tokens."""
     tools: str = "[]"
-    calls: tuple[ToolCall, ...] = ()
-    """Those of the latest turn."""
-    latest: list[int] = field(default_factory=list)
-    """The tokens of the latest turn."""
-    asked: dict[str, Any] = field(default_factory=dict)
-    """Settings that the client asked for and that were not used."""
-    rewritten: str = ""
-    """Where the client's history differed from what was said."""
+    last_calls: tuple[ToolCall, ...] = ()
+    """The tool calls of the last turn."""
+    last_turn: list[int] = field(default_factory=list)
+    """The tokens of the last turn."""
+    ignored_settings: dict[str, Any] = field(default_factory=dict)
+    """Sampling settings that the client requested and that were not used."""
+    mismatch: str = ""
+    """How the client's history differed from the record."""
 
-    def read_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema], writer: ChatWriter
+    def extend_with_messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema], renderer: ChatRenderer
     ) -> list[int]:
-        """What follows the record, as ids, before the turn that is asked for; of a new session, its prompt."""
-        if not self.turns:
-            return writer.first(messages, tools)
-        if self.said is None:
-            raise HistoryMismatchError("the session began with tokens, and now comes with messages")
-        if one_spelling(tools) != self.tools:
-            raise HistoryMismatchError("the tools are others than before")
-        history = [compared(message) for message in messages]
-        for i, (then, now) in enumerate(zip(self.said, history, strict=False)):
-            if then != now:
-                raise HistoryMismatchError(
-                    f"message {i + 1} ({now.role}) is not what was said: {_difference(then, now)}"
-                )
-        new = messages[len(self.said) :]
-        if len(history) <= len(self.said):
+        """Return the tokens between the record and the next turn; of a new session, its prompt."""
+        if not self.num_turns:
+            return renderer.render_prompt(messages, tools)
+        if self.history is None:
+            raise HistoryMismatchError("the session began with token ids, and this request has messages")
+        if canonical_json(tools) != self.tools:
+            raise HistoryMismatchError("the tools differ from those of the last turn")
+        num_known, keys = len(self.history), [message_key(message) for message in messages]
+        for i, (recorded, key) in enumerate(zip(self.history, keys, strict=False)):
+            if recorded != key:
+                difference = _difference(recorded, key)
+                raise HistoryMismatchError(f"message {i + 1} ({key.role}) differs from the record: {difference}")
+        if len(keys) <= num_known:
             raise HistoryMismatchError(
-                f"{len(history)} messages, and {len(self.said)} were said: nothing follows the last turn"
+                f"the request has {len(keys)} messages and the record has {num_known}: no message follows the last turn"
             )
+        new = messages[num_known:]
         if any(message["role"] == "assistant" for message in new):
-            raise HistoryMismatchError("an assistant's message that the policy did not say")
-        ids = [call["id"] for call in messages[len(self.said) - 1].get("tool_calls", ())]  # as the client has them
-        return writer.tail(self.latest, self.calls, new, tools, ids, messages[: len(self.said) - 1])
+            raise HistoryMismatchError("the request has an assistant's message that the policy did not write")
+        call_ids = [call["id"] for call in messages[num_known - 1].get("tool_calls", ())]  # as the client has them
+        return renderer.render_suffix(self.last_turn, self.last_calls, new, tools, call_ids, messages[: num_known - 1])
 
-    def read_tokens(self, ids: Sequence[int]) -> list[int]:
-        """The same, where the whole history comes as ids."""
-        if not self.turns:
+    def extend_with_tokens(self, ids: Sequence[int]) -> list[int]:
+        """Do the same for a history of token ids."""
+        if not self.num_turns:
             return list(ids)
         known = self.prompt + self.response
         if list(ids[: len(known)]) != known:
-            at = next((i for i, (a, b) in enumerate(zip(known, ids, strict=False)) if a != b), len(ids))
-            raise HistoryMismatchError(f"token {at} of the history is not what was read or drawn")
+            index = next((i for i, (a, b) in enumerate(zip(known, ids, strict=False)) if a != b), len(ids))
+            raise HistoryMismatchError(f"token {index} of the history differs from the record")
         return list(ids[len(known) :])
 
-    def add(self, read: list[int], tokens: list[int], logp: list[float], mass: list[float], waited: float) -> None:
-        """A turn is over: `read` came before it."""
-        if not self.turns:
-            self.prompt = read
+    def record_turn(
+        self, new_tokens: list[int], tokens: list[int], logp: list[float], kept_mass: list[float], waited: float
+    ) -> None:
+        """Record a turn. `new_tokens`: the tokens between the record and the turn."""
+        if not self.num_turns:
+            self.prompt = new_tokens
         else:
             self.waited[-1] = waited
-            self._put(read, False, [0.0] * len(read), [1.0] * len(read), self.turns - 1)
-        self._put(tokens, True, logp, mass, self.turns)
-        self.turns, self.latest = self.turns + 1, tokens
+            count = len(new_tokens)
+            self._append(new_tokens, False, [0.0] * count, [1.0] * count, self.num_turns - 1)
+        self._append(tokens, True, logp, kept_mass, self.num_turns)
+        self.num_turns, self.last_turn = self.num_turns + 1, tokens
 
-    def _put(self, tokens: list[int], drawn: bool, logp: list[float], mass: list[float], turn: int) -> None:
+    def _append(self, tokens: list[int], sampled: bool, logp: list[float], kept_mass: list[float], turn: int) -> None:
         self.response += tokens
-        self.drawn += [drawn] * len(tokens)
+        self.sampled += [sampled] * len(tokens)
         self.logp += logp
-        self.mass += mass
+        self.kept_mass += kept_mass
         self.turn += [turn] * len(tokens)
         self.waited += [0.0] * len(tokens)
 
-    def say(self, messages: Sequence[Mapping[str, Any]] | None, tools: Sequence[Schema], reply: AssistantTurn) -> None:
-        """What the client now knows of the conversation."""
-        calls = tuple((call.name, one_spelling(call.arguments)) for call in reply.calls)
-        said = Said("assistant", reply.content.strip(), calls)
-        self.said = None if messages is None else [*map(compared, messages), said]
-        self.tools, self.calls = one_spelling(tools), reply.calls
+    def record_messages(
+        self, messages: Sequence[Mapping[str, Any]] | None, tools: Sequence[Schema], reply: AssistantTurn
+    ) -> None:
+        """Record the messages of a request and the reply to it. `messages`: None if the client sends tokens."""
+        calls = tuple((call.name, canonical_json(call.arguments)) for call in reply.calls)
+        key = MessageKey("assistant", reply.content.strip(), calls)
+        self.history = None if messages is None else [*map(message_key, messages), key]
+        self.tools, self.last_calls = canonical_json(tools), reply.calls
 
 
-def _difference(then: Said, now: Said) -> str:
-    if then.role != now.role:
-        return f"it was the {then.role}'s"
-    if then.calls != now.calls:
-        return "its calls are others"
-    return "its content is another"
+def _difference(recorded: MessageKey, key: MessageKey) -> str:
+    if recorded.role != key.role:
+        return f"its role was {recorded.role}"
+    return "its tool calls differ" if recorded.calls != key.calls else "its content differs"

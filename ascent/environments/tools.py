@@ -29,7 +29,7 @@ from typing import Any
 from ascent.core.errors import ConfigError
 from ascent.environments import python_tool
 from ascent.environments.calculator import calculator
-from ascent.environments.tool_call_formats import FORMATS, Schema, ToolCall, kind_of, kinds_of, types_of
+from ascent.environments.tool_call_formats import FORMATS, Schema, ToolCall, json_type, parameter_schemas, schema_types
 from ascent.sandbox.isolation import IsolationError
 from ascent.sandbox.sandbox import SandboxError
 from ascent.sandbox.sandboxed_reward import SandboxSettings
@@ -66,7 +66,7 @@ class Tools(Environment):
         functions = [self.session.run if each is python_tool.python else each for each in functions]
         self.functions = {schema["function"]["name"]: f for f, schema in zip(functions, schemas, strict=True)}
         self.schemas = {schema["function"]["name"]: schema["function"].get("parameters", {}) for schema in schemas}
-        self.format, self.types, self.longest_result = FORMATS[form], types_of(schemas), longest_result
+        self.format, self.types, self.longest_result = FORMATS[form], parameter_schemas(schemas), longest_result
         self._runner: asyncio.Runner | None = None
         self._start()
 
@@ -79,7 +79,7 @@ class Tools(Environment):
         return None
 
     def step(self, action: str) -> Step:
-        calls = self.format.read(action, self.types)
+        calls = self.format.parse_turn(action, self.types)
         if not calls:
             return Step(done=True, reason="a turn without a call")
         turn = Counter(calls=len(calls))
@@ -177,7 +177,7 @@ def wrong_arguments(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> 
 def _wrong_value(name: str, value: Any, schema: Mapping[str, Any]) -> str:
     if value is None and schema.get("nullable"):
         return ""
-    kinds, kind = kinds_of(schema), kind_of(value)
+    kinds, kind = schema_types(schema), json_type(value)
     if kinds and kind not in kinds and not (kind == "integer" and "number" in kinds):
         return f"the argument {name} has to be {' or '.join(sorted(kinds))}, and {_short(value)} is {kind}"
     if "enum" in schema and value not in schema["enum"]:

@@ -23,13 +23,13 @@ import uvicorn
 
 from ascent.core.types import Prompts, Rollouts, Scores, at_last
 from ascent.environments.agents import Agent, AgentResult, Assignment, read_agent
-from ascent.environments.chat_session import ChatWriter, Session
+from ascent.environments.chat_session import ChatRenderer, Session
 from ascent.inference.request_queue import RecordedConversation, RequestQueue
 from ascent.processes.supervisor import START_SECONDS, Limits
 from ascent.rollout.conversations import FAILED, PlayedTask, count_cut
 from ascent.server.connections import bind, configure
 from ascent.server.endpoint import Endpoint, EndpointConnection
-from ascent.server.open_sessions import OpenSession, SessionRules
+from ascent.server.open_sessions import OpenSession, SessionSettings
 from ascent.tasks.text.text_task import Problem
 
 GRACE = 10.0
@@ -82,8 +82,8 @@ class AgentPlayer:
     agent: Agent
     problem: Callable[[Any, int], Problem]
     messages: Callable[[Problem], Any]
-    writer: ChatWriter
-    rules: SessionRules
+    writer: ChatRenderer
+    rules: SessionSettings
     vocab: int
     seconds: float
     """The deadline of an episode."""
@@ -103,7 +103,7 @@ class AgentPlayer:
         if self.endpoint is None or self.server is None:
             self.endpoint = Endpoint(queue, self.writer, self.rules, self.vocab)
             self.server = ServerThread(self.endpoint).start()
-        self.endpoint.queue = queue
+        self.endpoint.turns.queue = queue
         return self.endpoint, f"http://127.0.0.1:{self.server.port}/v1"
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class AgentEpisodes:
 
     def __init__(self, player: AgentPlayer, problems: Sequence[Problem], samples: int, seeds: list[int]):
         self.player, self.problems, self.samples, self.seeds = player, problems, samples, seeds
-        self.queue, self.longest = RequestQueue(len(seeds)), player.rules.prompt
+        self.queue, self.longest = RequestQueue(len(seeds)), player.rules.max_prompt_tokens
         self.keys: list[str] = []
         self.live: list[OpenSession] = []
         self.outcomes: dict[int, AgentResult] = {}
@@ -130,9 +130,17 @@ class AgentEpisodes:
         """Open a session for each response, and start their agents."""
         endpoint, url = self.player.listen(self.queue)
         assignments = []
-        settings = {"behind": room, "temperature": temperature, "support": support, "greedy": greedy}
+        settings = {
+            "max_response_tokens": room,
+            "temperature": temperature,
+            "sampling_params": support,
+            "greedy": greedy,
+        }
         for i, (seed, limit) in enumerate(zip(self.seeds, limits, strict=True)):
-            problem, rules = self.problems[i // self.samples], replace(self.player.rules, drawn=limit, **settings)
+            problem, rules = (
+                self.problems[i // self.samples],
+                replace(self.player.rules, max_sampled_tokens=limit, **settings),
+            )
             key, live = endpoint.open(Session(seed), rules)
             self.keys.append(key)
             self.live.append(live)
@@ -179,21 +187,23 @@ class AgentEpisodes:
         error, notes = outcome.error, []
         if outcome.reward is not None and not math.isfinite(outcome.reward):
             error = f"its reward is {outcome.reward}"
-        if live.cut and error:
-            notes.append(f"cut off: {live.cut}; then {error}")
+        if live.limit_reached and error:
+            notes.append(f"cut off: {live.limit_reached}; then {error}")
             error, outcome = "", AgentResult(metrics=outcome.metrics)
-        elif live.cut:
-            notes.append(f"cut off: {live.cut}")
-        if session.rewritten:
-            error = f"its history was rewritten: {session.rewritten}"
-        if not session.turns:
+        elif live.limit_reached:
+            notes.append(f"cut off: {live.limit_reached}")
+        if session.mismatch:
+            error = f"its history was rewritten: {session.mismatch}"
+        if not session.num_turns:
             error = error or "its agent asked nothing of the policy"
-        if session.asked:
-            notes.append("asked for and not used: " + ", ".join(f"{k} {v}" for k, v in session.asked.items()))
+        if session.ignored_settings:
+            notes.append(
+                "asked for and not used: " + ", ".join(f"{k} {v}" for k, v in session.ignored_settings.items())
+            )
         notes += [f"{FAILED}{error}"] if error else []
-        note = EpisodeNote(f"turn {max(session.turns, 1)}: {'; '.join(notes)}" if notes else "", outcome)
-        truncated = bool(live.cut) or not session.ended
-        tokens = (session.response, session.drawn, session.logp, session.mass, session.turn, session.waited)
+        note = EpisodeNote(f"turn {max(session.num_turns, 1)}: {'; '.join(notes)}" if notes else "", outcome)
+        truncated = bool(live.limit_reached) or not session.ended
+        tokens = (session.response, session.sampled, session.logp, session.kept_mass, session.turn, session.waited)
         return RecordedConversation(session.prompt, *tokens, truncated, not error, note)
 
     def close(self) -> None:
@@ -245,18 +255,18 @@ class AgentTask(PlayedTask):
 
 def play_agents(task: Any, model: Any, bound: Any) -> Any:
     """A text task, bound to a language model, whose responses are agents' sessions."""
-    writer = ChatWriter(copy.deepcopy(model.tokenizer), model.ends)  # another thread asks the model's own for words
+    writer = ChatRenderer(copy.deepcopy(model.tokenizer), model.ends)  # another thread asks the model's own for words
 
     def problem(prompts: Any, place: int) -> Problem:
         return bound.problem(int(prompts.problem[place]))
 
-    rules = SessionRules(
-        context=task.max_prompt + task.room,
-        prompt=task.max_prompt,
-        behind=task.room,
-        turn_tokens=task.turn_tokens,
-        drawn=task.max_tokens,
-        turns=task.max_turns,
+    rules = SessionSettings(
+        context_length=task.max_prompt + task.room,
+        max_prompt_tokens=task.max_prompt,
+        max_response_tokens=task.room,
+        max_turn_tokens=task.turn_tokens,
+        max_sampled_tokens=task.max_tokens,
+        max_turns=task.max_turns,
         stop=task.stop,
         fixed=True,
     )

@@ -16,7 +16,7 @@ import torch
 
 from ascent.core.errors import ConfigError
 from ascent.core.types import Prompts, Rollouts, Scores
-from ascent.environments.chat_templates import Tail, as_messages
+from ascent.environments.chat_templates import ChatTemplate, as_messages
 from ascent.environments.episode_pool import EpisodePool, LocalEpisodes, Reply
 from ascent.environments.episode_process import Source
 from ascent.environments.tool_chat import ToolChat
@@ -321,10 +321,10 @@ def play_text(task: Any, model: Any, bind: Callable[[Any], Any]) -> Any:
     if task.tools:
         functions = [load_tool(source) for source in task.tools]
         chat = ToolChat(model.tokenizer, schemas_of(functions), model.ends)
-        bound, tail = bind(PromptEncoder(model, chat.first)), chat.tail
+        bound, template = bind(PromptEncoder(model, chat.render_prompt)), chat.template
         source = tools_source(task.tools, functions, chat, task.tool_sandbox)
     else:
-        bound, tail = bind(model), Tail(model.tokenizer, (), model.ends)
+        bound, template = bind(model), ChatTemplate(model.tokenizer, (), model.ends)
         source = environment_source(task.environment)
 
     def problem(prompts: Any, place: int) -> Problem:
@@ -333,9 +333,11 @@ def play_text(task: Any, model: Any, bind: Callable[[Any], Any]) -> Any:
     player = Player(
         EpisodePool(source, limits, task.turn_workers),
         problem,
-        words=chat.words if task.tools else lambda turn, _: bound.words(turn),
-        tokens=lambda step, turn, history: tail.answer(turn, step.observation, history),
-        messages=lambda problem: chat.messages(bound.messages(problem)) if task.tools else bound.messages(problem),
+        words=chat.decode_turn if task.tools else lambda turn, _: bound.words(turn),
+        tokens=lambda step, turn, history: template.render_observation(turn, step.observation, history),
+        messages=lambda problem: (
+            chat.add_instruction(bound.messages(problem)) if task.tools else bound.messages(problem)
+        ),
         turn_tokens=task.turn_tokens,
         ends=model.ends,
         max_turns=task.max_turns,

@@ -1,91 +1,117 @@
-"""A turn as server-sent events: what is certain is told at once, with the tokens that it is made of."""
+"""A turn as server-sent events. Each event has the tokens that its text was parsed from."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
 from typing import Any
 
-from ascent.environments.turn_parser import AssistantTurn, TokenReader
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ascent.environments.turn_parser import AssistantTurn
 from ascent.inference.request_queue import Completion, CompletionDelta
-from ascent.server.openai_format import CompletionParams, Frame, event_of, reason_of, tool_call_of
+from ascent.server.openai_requests import SamplingFields
+from ascent.server.openai_responses import ResponseFrame, finish_reason, format_error, format_event, format_tool_call
+from ascent.server.session_turns import PendingTurn, SessionTurns
 
-Send = Callable[[Any], Awaitable[None]]
-Logprobs = Callable[[list[int], list[float]], dict[str, Any]]
-"""Tokens with their log-probs, as the answer shows them."""
+FormatLogprobs = Callable[[list[int], list[float]], dict[str, Any]]
 
 
-class TurnStream:
-    """The events of one turn. `reader`: what a client is told of the tokens."""
+class TurnStream(Response):
+    """The streamed response of one turn."""
 
-    def __init__(self, send: Send, frame: Frame, wish: CompletionParams, reader: TokenReader, logprobs: Logprobs):
-        self.send, self.frame, self.wish, self.reader, self.logprobs = send, frame, wish, reader, logprobs
-        self.chat, self._calls, self._shown = frame.kind == "chat.completion", 0, 0
+    def __init__(
+        self,
+        turns: SessionTurns,
+        turn: PendingTurn,
+        fields: SamplingFields,
+        frame: ResponseFrame,
+        format_logprobs: FormatLogprobs,
+    ):
+        headers = {"cache-control": "no-cache", **turn.headers}
+        super().__init__(None, headers=headers, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self.turns, self.turn, self.fields, self.frame = turns, turn, fields, frame
+        self.format_logprobs, self.parser, self.is_chat = (
+            format_logprobs,
+            turn.parser,
+            turn.turn_input.messages is not None,
+        )
+        self._num_calls = self._num_sent = 0
         self._tokens: list[int] = []
         self._logp: list[float] = []
 
-    async def begin(self, headers: Mapping[str, str], prompt: list[int]) -> None:
-        kind = {"content-type": "text/event-stream", "cache-control": "no-cache"}
-        encoded = [(name.encode(), value.encode()) for name, value in (kind | dict(headers)).items()]
-        await self.send({"type": "http.response.start", "status": 200, "headers": encoded})
-        more: dict[str, Any] = {"prompt_token_ids": prompt} if self.wish.ids else {}
-        if self.chat:
-            await self._put({"delta": {"role": "assistant", "content": ""}}, **more)
-        elif more:
-            await self._put({"text": ""}, **more)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send = send
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._send_first_choice()
+            async with aclosing(self.turns.events(receive, self.turn)) as events:
+                async for event in events:
+                    if isinstance(event, CompletionDelta):
+                        await self._send_delta(event)
+                    else:
+                        await self._send_end(event)
+        except HTTPException as error:
+            await self._send_body(format_event(format_error(error)[1]))
+        except ClientDisconnect:
+            return
+        finally:
+            self.turns.abandon(self.turn)
+        await self._send_body(b"data: [DONE]\n\n", more_body=False)
 
-    async def tell(self, drew: CompletionDelta) -> None:
-        """Tokens have come."""
-        self._tokens += drew.tokens
-        self._logp += drew.logp
-        await self._say(self.reader.feed(drew.tokens))
+    async def _send_first_choice(self) -> None:
+        prompt = {"prompt_token_ids": self.turn.input_ids} if self.fields.return_token_ids else {}
+        if self.is_chat:
+            await self._send_choice({"delta": {"role": "assistant", "content": ""}}, **prompt)
+        elif prompt:
+            await self._send_choice({"text": ""}, **prompt)
 
-    def finish(self, done: Completion) -> AssistantTurn:
-        """The turn is over: what is left of it, which `end` tells."""
-        told = self.reader.feed(done.tokens[len(self._tokens) :])
-        self._tokens, self._logp = done.tokens, done.logp
-        rest = self.reader.end()
-        return AssistantTurn(told.content + rest.content, told.reasoning + rest.reasoning, told.calls + rest.calls)
+    async def _send_delta(self, delta: CompletionDelta) -> None:
+        self._tokens += delta.tokens
+        self._logp += delta.logp
+        await self._send_parsed(self.parser.feed(delta.tokens))
 
-    async def end(self, rest: AssistantTurn, done: Completion, usage: dict[str, int]) -> None:
-        """What is left, why the turn has ended, and what it used."""
-        await self._say(rest)
-        reason = reason_of(done, self.reader.whole)
-        nothing: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
-        await self._put(nothing | {"finish_reason": reason}, self._part())
-        if self.wish.usage:
-            await self._event(choices=[], usage=usage)
-        await self.done()
+    async def _send_end(self, completion: Completion) -> None:
+        """Send the rest of the turn, the reason why it has ended, and the usage."""
+        parsed = [self.parser.feed(completion.tokens[len(self._tokens) :]), self.parser.end()]
+        self._tokens, self._logp = completion.tokens, completion.logp
+        self.turn.record_reply(self.parser.turn)
+        for part in parsed:
+            await self._send_parsed(part)
+        empty: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
+        reason = finish_reason(completion, self.parser.turn)
+        await self._send_choice(empty | {"finish_reason": reason} | self._parsed_tokens())
+        if self.fields.wants_usage:
+            await self._send_event(choices=[], usage=self.turn.usage(completion))
 
-    async def fail(self, words: str, code: str) -> None:
-        error = {"message": words, "type": "server_error", "param": None, "code": code or None}
-        await self.send({"type": "http.response.body", "body": event_of({"error": error}), "more_body": True})
-        await self.done()
+    async def _send_parsed(self, part: AssistantTurn) -> None:
+        if part.reasoning:
+            await self._send_choice({"delta": {"reasoning_content": part.reasoning}} | self._parsed_tokens())
+        if part.content:
+            text = {"delta": {"content": part.content}} if self.is_chat else {"text": part.content}
+            await self._send_choice(text | self._parsed_tokens())
+        for call in part.calls:
+            delta = {"tool_calls": [{"index": self._num_calls, **format_tool_call(call)}]}
+            self._num_calls += 1
+            await self._send_choice({"delta": delta} | self._parsed_tokens())
 
-    async def done(self) -> None:
-        await self.send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+    def _parsed_tokens(self) -> dict[str, Any]:
+        """Return the ids and log-probs of the tokens parsed since the last event, as far as they were requested."""
+        new = slice(self._num_sent, self.parser.num_parsed)
+        tokens, logp, self._num_sent = self._tokens[new], self._logp[new], new.stop
+        ids: dict[str, Any] = {"token_ids": tokens} if self.fields.return_token_ids else {}
+        return ids | ({"logprobs": self.format_logprobs(tokens, logp)} if self.fields.wants_logprobs and tokens else {})
 
-    # ---- events
+    async def _send_choice(self, choice: Mapping[str, Any], **fields: Any) -> None:
+        usage = {"usage": None} if self.fields.wants_usage else {}
+        defaults = {"index": 0, "logprobs": None, "finish_reason": None}
+        await self._send_event(choices=[defaults | dict(choice)], **usage, **fields)
 
-    async def _say(self, told: AssistantTurn) -> None:
-        if told.reasoning:
-            await self._put({"delta": {"reasoning_content": told.reasoning}}, self._part())
-        if told.content:
-            await self._put({"delta": {"content": told.content}} if self.chat else {"text": told.content}, self._part())
-        for call in told.calls:
-            delta = {"tool_calls": [{"index": self._calls, **tool_call_of(call)}]}
-            self._calls += 1
-            await self._put({"delta": delta}, self._part())
+    async def _send_event(self, **body: Any) -> None:
+        chunk = {"object": f"{self.frame.kind}.chunk"} if self.is_chat else {}
+        await self._send_body(format_event(self.frame(body | chunk)))
 
-    def _part(self) -> dict[str, Any]:
-        """The tokens that were read since the last event, as far as they were asked for."""
-        part = slice(self._shown, self.reader.read)
-        tokens, logp, self._shown = self._tokens[part], self._logp[part], part.stop
-        more: dict[str, Any] = {"token_ids": tokens} if self.wish.ids else {}
-        return more | ({"logprobs": self.logprobs(tokens, logp)} if self.wish.logprobs and tokens else {})
-
-    async def _put(self, choice: dict[str, Any], part: Mapping[str, Any] | None = None, **more: Any) -> None:
-        usage = {"usage": None} if self.wish.usage else {}
-        whole = {"index": 0, "logprobs": None, "finish_reason": None} | choice | dict(part or {})
-        await self._event(choices=[whole], **usage, **more)
-
-    async def _event(self, **body: Any) -> None:
-        event = event_of(self.frame(body | ({"object": f"{self.frame.kind}.chunk"} if self.chat else {})))
-        await self.send({"type": "http.response.body", "body": event, "more_body": True})
+    async def _send_body(self, body: bytes, more_body: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": more_body})

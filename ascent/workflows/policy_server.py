@@ -10,7 +10,7 @@ from typing import Any
 
 from ascent.core.errors import ConfigError, RunError
 from ascent.core.sampling_params import SamplingParams
-from ascent.environments.chat_session import ChatWriter
+from ascent.environments.chat_session import ChatRenderer
 from ascent.inference.continuous_batching import serve_requests
 from ascent.inference.remote.adapters import get_adapter
 from ascent.inference.remote.request_forwarder import forward_requests
@@ -55,7 +55,7 @@ class Service:
         check_packages("ascent serve")
         from ascent.rollout.agents import ServerThread
         from ascent.server.endpoint import Endpoint
-        from ascent.server.open_sessions import SessionRules
+        from ascent.server.open_sessions import SessionSettings
 
         if not loaded.backend.words:
             loaded.backend.serving_engine(loaded.config, loaded.policy, serving.context, 0)  # which says why not
@@ -72,18 +72,18 @@ class Service:
         self.room = cache_tokens(lm, serving.cache, self.context) if self.here else 0
         self.key, self.queue = serving.key or secrets.token_urlsafe(32), RequestQueue(self.slots)
         dialect = None if self.here else get_adapter(policy.engine)
-        rules = SessionRules(
-            context=self.context,
-            prompt=self.context - 1,
-            behind=self.context - 1,
+        settings = SessionSettings(
+            context_length=self.context,
+            max_prompt_tokens=self.context - 1,
+            max_response_tokens=self.context - 1,
             temperature=config.temperature,
-            support=SamplingParams(config.top_k, config.top_p, config.min_p),
-            narrowed=SamplingParams,
-            coldest=0.0 if dialect is None else dialect.coldest,
-            blurred="" if dialect is None else f"with --engine {dialect.name} {dialect.narrowed}",
+            sampling_params=SamplingParams(config.top_k, config.top_p, config.min_p),
+            make_sampling_params=SamplingParams,
+            min_temperature=0.0 if dialect is None else dialect.coldest,
+            no_logprobs_reason="" if dialect is None else f"with --engine {dialect.name} {dialect.narrowed}",
         )
-        writer = ChatWriter(copy.deepcopy(lm.tokenizer), lm.ends)  # the thread that decodes asks for words too
-        self.endpoint = Endpoint(self.queue, writer, rules, lm.vocab, name, self.key)
+        renderer = ChatRenderer(copy.deepcopy(lm.tokenizer), lm.ends)  # the decode thread uses lm.tokenizer
+        self.endpoint = Endpoint(self.queue, renderer, settings, lm.vocab, name, self.key)
         how = (serving.host, serving.port, serving.certificate, serving.private_key)
         self.server = ServerThread(self.endpoint, *how)
         scheme = "https" if serving.certificate else "http"

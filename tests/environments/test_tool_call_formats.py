@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from ascent.core.errors import ConfigError
 from ascent.environments import tool_chat
 from ascent.environments.calculator import calculator
-from ascent.environments.tool_call_formats import FORMATS, LONGEST, PLAIN, ToolCall, types_of
-from ascent.environments.tool_chat import ToolChat, choose_format, instruction_of
+from ascent.environments.tool_call_formats import FORMATS, MAX_CALL_CHARACTERS, PLAIN, ToolCall, parameter_schemas
+from ascent.environments.tool_chat import ToolChat, choose_format, tool_instruction
 from ascent.environments.tools import Tools, schemas_of
 from tests.chats import NAMES, chat_tokenizer, stop_ids
 
-TOOLS = tool_chat._KNOWN
-TYPES = types_of(TOOLS)
+TOOLS = tool_chat._PROBE_TOOLS
+TYPES = parameter_schemas(TOOLS)
 WRITTEN = {
     "deepseek_r1_distill": "plain",
     "deepseekv3": "plain",  # it writes calls, and does not show tools
@@ -51,25 +51,27 @@ def test_the_format_of_a_model_is_the_one_in_which_its_own_calls_are_read_back(n
 
 def test_calls_are_read_where_the_prompt_opens_a_block_of_thoughts() -> None:
     call = ToolCall("find_known", {"words": "x"})
-    assert FORMATS["deepseek"].read(tool_chat._rendered(chat_tokenizer("deepseekv3"), [call, call]) or "") == [
+    assert FORMATS["deepseek"].parse_turn(
+        tool_chat._render_calls(chat_tokenizer("deepseekv3"), [call, call]) or ""
+    ) == [
         call,
         call,
     ]
 
 
 def test_words_end_where_the_prompt_does_or_at_a_token_before() -> None:
-    assert tool_chat._answer("assistant\n<tool_call>x", "assistant\n<think>\n") == "<tool_call>x"
-    assert tool_chat._answer("assistant\n</think>x", "assistant\n") == "</think>x"
+    assert tool_chat._without_generation_prompt("assistant\n<tool_call>x", "assistant\n<think>\n") == "<tool_call>x"
+    assert tool_chat._without_generation_prompt("assistant\n</think>x", "assistant\n") == "</think>x"
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_example_of_a_format_is_read(name: str) -> None:
     form = FORMATS[name]
     call = [ToolCall("add", {"a": 1})]
-    assert form.read(form.example) == call
-    assert form.read(f"<think>{form.example}</think>{form.example}") == call  # thoughts are no calls
-    assert form.read(f"<think>{form.example}") == []
-    assert form.read("The answer is 12.<|im_end|>") == form.read("") == []
+    assert form.parse_turn(form.example) == call
+    assert form.parse_turn(f"<think>{form.example}</think>{form.example}") == call  # thoughts are no calls
+    assert form.parse_turn(f"<think>{form.example}") == []
+    assert form.parse_turn("The answer is 12.<|im_end|>") == form.parse_turn("") == []
 
 
 TEXT = st.text("ab \\\"'{}:,/0é漢🙂\t", max_size=9)
@@ -82,9 +84,9 @@ NESTED = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dic
 @given(words=TEXT, deep=NESTED)
 def test_any_arguments_survive_the_template(name: str, words: str, deep: Any) -> None:
     call = ToolCall("find_known", {"words": words, "deep": {"value": deep}})
-    text = tool_chat._rendered(chat_tokenizer(name), [call])
+    text = tool_chat._render_calls(chat_tokenizer(name), [call])
     assert text is not None
-    assert [each._replace(id="") for each in FORMATS[WRITTEN[name]].read(text, TYPES)] == [call]
+    assert [each._replace(id="") for each in FORMATS[WRITTEN[name]].parse_turn(text, TYPES)] == [call]
 
 
 SEVERAL = {
@@ -111,7 +113,7 @@ SEVERAL = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_several_calls_in_one_turn(name: str) -> None:
-    calls = FORMATS[name].read(SEVERAL[name])
+    calls = FORMATS[name].parse_turn(SEVERAL[name])
     assert calls == [ToolCall("f", {"x": 1}), ToolCall("g", {"y": None})]
 
 
@@ -123,10 +125,10 @@ def test_several_calls_in_one_turn(name: str) -> None:
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "no name"),
         ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "not an object"),
         ("hermes", "<tool_call>12</tool_call>", "a call is an object"),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "NaN is not a number of JSON"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "NaN is not valid JSON"),
         ("hermes", f'<tool_call>{{"name": "f", "arguments": {"[" * 9000}</tool_call>', "nested too deeply"),
-        ("hermes", f"<tool_call>{'x' * (LONGEST + 1)}</tool_call>", "20,001 characters"),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>', "half a character"),
+        ("hermes", f"<tool_call>{'x' * (MAX_CALL_CHARACTERS + 1)}</tool_call>", "20,001 characters"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>', "unpaired surrogate"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"x": -1e999}}</tool_call>', "too large"),
         ("pythonic", f"<|tool_call_start|>[f(x=0x{'f' * 9000})]<|tool_call_end|>", "too large"),
         ("qwen3-coder", "<tool_call><function=f><parameter=x>1e999</parameter></function></tool_call>", "too large"),
@@ -136,12 +138,12 @@ def test_several_calls_in_one_turn(name: str) -> None:
         ("llama", '{"name": "f", "parameters": {"x": }}', "not JSON"),
         ("llama", "<|python_tag|>f(1)", "not JSON"),
         ("llama", f'<|python_tag|>{{"name": "f", "parameters": {"[" * 9000}', "nested too deeply"),
-        ("llama", "<|python_tag|><|eom_id|>", "nothing follows"),
+        ("llama", "<|python_tag|><|eom_id|>", "there is nothing after"),
         ("mistral", "[TOOL_CALLS]</s>", "no name"),
         ("mistral", '[TOOL_CALLS] [{"name": "f"', "not JSON"),
         ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>\n{}<｜tool▁call▁end｜>", "no name"),
         ("harmony", "<|channel|>commentary to=functions.f<|message|>12<|call|>", "not an object"),
-        ("pythonic", "<|tool_call_start|>[f(1)]<|tool_call_end|>", "by name"),
+        ("pythonic", "<|tool_call_start|>[f(1)]<|tool_call_end|>", "need names"),
         ("pythonic", "<|tool_call_start|>[f(x=g())]<|tool_call_end|>", "g() is not a value"),
         ("pythonic", "<|tool_call_start|>[f(x=1]<|tool_call_end|>", "not a list of calls"),
         ("pythonic", "<|tool_call_start|>f<|tool_call_end|>", "not a list of calls"),
@@ -157,18 +159,18 @@ def test_several_calls_in_one_turn(name: str) -> None:
     ],
 )
 def test_a_call_that_does_not_parse_says_why(name: str, words: str, error: str) -> None:
-    (call,) = FORMATS[name].read(words)
+    (call,) = FORMATS[name].parse_turn(words)
     assert error in call.error and call.name == "" and len(call.error) < 300
 
 
 def test_good_calls_beside_a_bad_one_are_read() -> None:
-    calls = PLAIN.read('<call>f {"x": 1}</call><call>g {</call><call>h {}</call><call>i')
+    calls = PLAIN.parse_turn('<call>f {"x": 1}</call><call>g {</call><call>h {}</call><call>i')
     assert [call.name for call in calls] == ["f", "", "h", ""]
     assert [bool(call.error) for call in calls] == [False, True, False, True]
 
 
 def test_an_answer_in_json_is_no_call() -> None:
-    assert FORMATS["llama"].read('{"answer": 12}') == FORMATS["llama"].read("{not JSON") == []
+    assert FORMATS["llama"].parse_turn('{"answer": 12}') == FORMATS["llama"].parse_turn("{not JSON") == []
 
 
 @pytest.mark.parametrize(
@@ -191,7 +193,7 @@ def test_an_answer_in_json_is_no_call() -> None:
 )
 def test_what_stands_in_tags_becomes_what_the_schema_says(text: str, schema: Any, value: Any) -> None:
     words = f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
-    assert FORMATS["qwen3-coder"].read(words, {"f": {"x": schema}}) == [ToolCall("f", {"x": value})]
+    assert FORMATS["qwen3-coder"].parse_turn(words, {"f": {"x": schema}}) == [ToolCall("f", {"x": value})]
 
 
 PIECES = [text[i:j] for text in SEVERAL.values() for i, j in ((0, 30), (10, 25), (0, -9), (-40, None), (-12, None))]
@@ -201,7 +203,7 @@ PIECES = [text[i:j] for text in SEVERAL.values() for i, j in ((0, 30), (10, 25),
 @given(st.lists(st.sampled_from(PIECES) | TEXT, max_size=6).map("".join))
 def test_any_text_gives_calls_or_none_or_an_error(words: str) -> None:
     for form in FORMATS.values():
-        for call in form.read(words, TYPES):
+        for call in form.parse_turn(words, TYPES):
             assert bool(call.error) != bool(call.name)
             json.dumps(call.arguments)
 
@@ -234,7 +236,7 @@ def test_long_nonsense_takes_no_time() -> None:
         ):
             words = opening + piece * (4000 // len(piece))
             for form in FORMATS.values():
-                form.read(words + "</tool_call><|tool_call_end|><tool_call|></call>")
+                form.parse_turn(words + "</tool_call><|tool_call_end|><tool_call|></call>")
     assert time.process_time() - start < 5
 
 
@@ -244,47 +246,53 @@ def test_long_nonsense_takes_no_time() -> None:
 def test_the_plain_format_is_explained_in_the_prompt() -> None:
     tokenizer = chat_tokenizer("cohere")
     chat = ToolChat(tokenizer, TOOLS)
-    text = tokenizer.decode(chat.first([{"role": "user", "content": "Begin."}]))
-    assert chat.format is PLAIN and chat.system
+    text = tokenizer.decode(chat.render_prompt([{"role": "user", "content": "Begin."}]))
+    assert chat.format is PLAIN and chat.has_system_role
     assert (
         "- find_known(words: string (words), most?: integer (count), deep?: object (more)): A known function." in text
     )
     assert '<call>find_known {"words": "…"}</call>' in text
     assert text.index("find_known") < text.index("<|USER_TOKEN|>Begin.")
-    assert PLAIN.read(text.partition("end your turn:")[2]) == [ToolCall("find_known", {"words": "…"})]
-    own = tokenizer.decode(chat.first([{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi."}]))
+    assert PLAIN.parse_turn(text.partition("end your turn:")[2]) == [ToolCall("find_known", {"words": "…"})]
+    own = tokenizer.decode(
+        chat.render_prompt([{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi."}])
+    )
     assert "<|SYSTEM_TOKEN|>Be kind.\n\nYou can call" in own
 
 
 def test_the_documents_show_the_formats_and_the_instruction() -> None:
     text = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
-    assert instruction_of(schemas_of([calculator])) in text
+    assert tool_instruction(schemas_of([calculator])) in text
     table = text.partition("| format |")[2].partition("\n\n")[0]
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
     assert [row[0].strip("| `") for row in rows] == list(FORMATS)
     for name, call, *_ in rows:
         form, written = FORMATS[name.strip("| `")], call.split("`")[1].replace("\\|", "|")
         if form.name != "deepseek":  # its line breaks do not fit into a table
-            assert form.read(written) == [ToolCall("add", {"a": 1})]
+            assert form.parse_turn(written) == [ToolCall("add", {"a": 1})]
 
 
 def test_a_template_without_a_system_message_has_it_above_the_question() -> None:
     tokenizer = chat_tokenizer("gemma")
     chat = ToolChat(tokenizer, TOOLS, stop_ids("gemma", tokenizer))
-    text = tokenizer.decode(chat.first([{"role": "user", "content": "Begin."}]))
-    assert not chat.system and "<start_of_turn>user\nYou can call" in text and "answer.\n\nBegin.<end_of_turn>" in text
+    text = tokenizer.decode(chat.render_prompt([{"role": "user", "content": "Begin."}]))
+    assert (
+        not chat.has_system_role
+        and "<start_of_turn>user\nYou can call" in text
+        and "answer.\n\nBegin.<end_of_turn>" in text
+    )
 
 
 def test_tools_are_explained_once() -> None:
     tokenizer = chat_tokenizer("lfm2")  # it shows tools, and no calls
-    text = tokenizer.decode(ToolChat(tokenizer, TOOLS).first([{"role": "user", "content": "Begin."}]))
+    text = tokenizer.decode(ToolChat(tokenizer, TOOLS).render_prompt([{"role": "user", "content": "Begin."}]))
     assert "You can call these functions" in text and "List of tools" not in text
 
 
 def test_a_template_with_tools_of_its_own_gets_no_instruction() -> None:
     tokenizer = chat_tokenizer("qwen3")
     chat = ToolChat(tokenizer, TOOLS)
-    text = tokenizer.decode(chat.first([{"role": "user", "content": "Begin."}]))
+    text = tokenizer.decode(chat.render_prompt([{"role": "user", "content": "Begin."}]))
     assert chat.format.name == "hermes" and "<tools>" in text and "<call>" not in text
 
 
@@ -294,13 +302,13 @@ def test_a_turn_of_tokens_is_read_and_answered(name: str) -> None:
     tokenizer = chat_tokenizer(name)
     chat = ToolChat(tokenizer, schemas_of([calculator]), stop_ids(name, tokenizer))
     call = ToolCall("calculator", {"expression": "6 * 7"})
-    text = tool_chat._rendered(tokenizer, [call]) if chat.format is not PLAIN else None
+    text = tool_chat._render_calls(tokenizer, [call]) if chat.format is not PLAIN else None
     text = text or '<call>calculator {"expression": "6 * 7"}</call><|END_OF_TURN_TOKEN|>'
     turn = tokenizer(text.rstrip("\n"), add_special_tokens=False)["input_ids"]
-    step = Tools([calculator], schemas_of([calculator]), chat.format.name).step(chat.words(turn))
-    answer = tokenizer.decode(chat.tail.answer(turn, step.observation))
+    step = Tools([calculator], schemas_of([calculator]), chat.format.name).step(chat.decode_turn(turn))
+    answer = tokenizer.decode(chat.template.render_observation(turn, step.observation))
     assert "42" in answer and "error" not in answer
-    assert not answer.startswith(chat.words(turn[-1:]))
+    assert not answer.startswith(chat.decode_turn(turn[-1:]))
 
 
 def test_models_that_cannot_talk_with_tools_are_refused() -> None:

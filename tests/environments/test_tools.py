@@ -177,7 +177,10 @@ def test_ids_of_calls_come_back() -> None:
         ('slow {"x": 3}', "slow: 6"),
         ('bare {"x": null}', "bare: null"),
         (f'bare {{"x": {"[" * 900}{"]" * 900}}}', "bare: "),
-        ('bare {"x": "\\ud800"}', "this call does not parse: it has a number that is too large, or half a character"),
+        (
+            'bare {"x": "\\ud800"}',
+            "this call does not parse: it has a number that is too large or an unpaired surrogate",
+        ),
     ],
 )
 def test_what_the_model_reads(call: str, said: str) -> None:

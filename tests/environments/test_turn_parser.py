@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ascent.environments.chat_session import ChatWriter
+from ascent.environments.chat_session import ChatRenderer
 from ascent.environments.tool_call_formats import FORMATS
-from ascent.environments.turn_parser import AssistantTurn, TokenReader, TurnReader, held, join_pieces
+from ascent.environments.turn_parser import AssistantTurn, TokenParser, TurnParser, join_parts, partial_match_length
 from tests.chats import chat_tokenizer, stop_ids
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
@@ -23,22 +23,22 @@ QUOTED = '"a"'
 
 def pieces(text: str, sizes: Sequence[int] = (1,), **how: Any) -> list[AssistantTurn]:
     """What is told when a text comes in pieces of these sizes, and at its end."""
-    reader = TurnReader(**how)
+    parser = TurnParser(**how)
     told, at = [], 0
     while at < len(text):
         size = sizes[len(told) % len(sizes)]
-        told.append(reader.feed(text[at : at + size]))
+        told.append(parser.feed(text[at : at + size]))
         at += size
-    told.append(reader.end())
-    assert join_pieces(told) == reader.whole
+    told.append(parser.end())
+    assert join_parts(told) == parser.turn
     return told
 
 
 def whole(text: str, **how: Any) -> AssistantTurn:
-    return join_pieces(pieces(text, (len(text),), **how)) if text else AssistantTurn()
+    return join_parts(pieces(text, (len(text),), **how)) if text else AssistantTurn()
 
 
-HERMES = {"format": FORMATS["hermes"], "types": TYPES}
+HERMES = {"format": FORMATS["hermes"], "schemas": TYPES}
 
 
 @pytest.mark.parametrize(
@@ -46,10 +46,10 @@ HERMES = {"format": FORMATS["hermes"], "types": TYPES}
     [
         ("hello", {}, "hello", "", []),
         ("<think>\n hm \n</think>\n\nyes\n", {}, "yes\n", "hm", []),
-        (" hm </think>yes", {"thinking": True}, "yes", "hm", []),
-        ("<think>hm</think>yes", {"thinking": True}, "yes", "hm", []),
+        (" hm </think>yes", {"in_reasoning": True}, "yes", "hm", []),
+        ("<think>hm</think>yes", {"in_reasoning": True}, "yes", "hm", []),
         ("<think>never closed ", {}, "", "never closed", []),
-        ("<think>hm</think>yes", {"thinking": None}, "<think>hm</think>yes", "", []),
+        ("<think>hm</think>yes", {"in_reasoning": None}, "<think>hm</think>yes", "", []),
         ("words </think> and more", {}, "words </think> and more", "", []),
         ("<thin", {}, "<thin", "", []),
         ("abENDcd", {"stops": ("END",)}, "ab", "", []),
@@ -75,7 +75,7 @@ def test_a_turn_is_read_the_same_in_any_pieces(
 ) -> None:
     luck = random.Random(text)
     for sizes in [(len(text),), (1,), *([luck.randint(1, 9) for _ in range(7)] for _ in range(8))]:
-        read = join_pieces(pieces(text, sizes, **how))
+        read = join_parts(pieces(text, sizes, **how))
         assert (read.content, read.reasoning) == (content, reasoning), sizes
         assert [call.arguments["a"] for call in read.calls] == calls and not any(call.error for call in read.calls)
 
@@ -84,7 +84,7 @@ def test_a_turn_is_read_the_same_in_any_pieces(
 def test_a_call_of_every_format_is_read_in_any_pieces(name: str) -> None:
     made = FORMATS[name]
     for sizes in [(1,), (2, 5), (400,)]:
-        read = join_pieces(pieces(made.example, sizes, format=made, types=TYPES))
+        read = join_parts(pieces(made.example, sizes, format=made, schemas=TYPES))
         assert [(call.name, call.arguments) for call in read.calls] == [("add", {"a": 1})] and not read.content
 
 
@@ -95,45 +95,49 @@ def test_what_is_certain_is_told_at_once_and_only_what_may_become_a_mark_is_held
     assert told("ab END"[:5], stops=("END",)) == ["a", "b", " ", "", "", "EN"]
     assert told("EEND", stops=("END",)) == ["", "E", "", "", ""]
     assert told("a<b<", **HERMES) == ["a", "", "<b", "", "<"]
-    assert told("<x", thinking=False) == ["", "<x", ""]
+    assert told("<x", in_reasoning=False) == ["", "<x", ""]
     closing = [*told(CALL + "x", **HERMES)]
     assert closing[len(CALL) - 1] == "CALL" and set(closing) == {"", "CALL"}, "when it is closed, and not at the end"
-    assert told("hm </think>\nx", thinking=True)[:2] == ["h", "m"]
+    assert told("hm </think>\nx", in_reasoning=True)[:2] == ["h", "m"]
     assert told("{x", format=FORMATS["llama"]) == ["", "", "{x"], "only the whole turn says that it is no call"
     assert told("x{", format=FORMATS["llama"]) == ["x", "{", ""]
-    assert held("aab", ("abc", "bcd")) == 2 and held("", ("a",)) == 0 and held("x", ()) == 0
+    assert (
+        partial_match_length("aab", ("abc", "bcd")) == 2
+        and partial_match_length("", ("a",)) == 0
+        and partial_match_length("x", ()) == 0
+    )
 
 
 def test_special_tokens_are_neither_words_nor_part_of_a_stop_string() -> None:
-    reader = TurnReader(("im", "ab"), format=FORMATS["hermes"])
-    assert reader.feed("<|im_end|>", special=True).content == "" and reader.feed("x").content == "x"
-    assert reader.feed("a").content == "", "it may become a stop string"
-    reader.feed("<|im_end|>", special=True)
-    assert reader.feed("b").content == "" and reader.ended and reader.whole.content == "x"
+    parser = TurnParser(("im", "ab"), format=FORMATS["hermes"])
+    assert parser.feed("<|im_end|>", special=True).content == "" and parser.feed("x").content == "x"
+    assert parser.feed("a").content == "", "it may become a stop string"
+    parser.feed("<|im_end|>", special=True)
+    assert parser.feed("b").content == "" and parser.ended and parser.turn.content == "x"
 
 
 @pytest.mark.parametrize("kind", ["bytes", "spaces"])
 @pytest.mark.parametrize("template", ["qwen3", "llama3_1", "mistral", "lfm2", "deepseekv3", "gemma3"])
 def test_tokens_of_any_tokenizer_are_read_the_same_one_by_one(template: str, kind: str) -> None:
     tokenizer = chat_tokenizer(template, kind)
-    writer = ChatWriter(tokenizer, stop_ids(template, tokenizer))
+    renderer = ChatRenderer(tokenizer, stop_ids(template, tokenizer))
     luck = random.Random(template)
-    form = writer.reader(TOOLS).reader.format
+    form = renderer.make_parser(TOOLS).parser.format
     assert form is not None
     texts = ["naïve 漢字 🙂 so", f"naïve 漢 {form.example}", f"{form.example}", "<think>hm</think> 🙂"]
     for text in texts:
-        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], min(writer.ends)]
+        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], min(renderer.stop_ids)]
         for tools, stops in (([], ()), (TOOLS, ()), (TOOLS, ("字 🙂", "zz")), ([], ("字",))):
-            reader = writer.reader(tools, stops)
+            parser = renderer.make_parser(tools, stops)
             at, told = 0, []
             while at < len(ids):
                 size = luck.choice((1, 1, 1, 2, 5))
-                told.append(reader.feed(ids[at : at + size]))
-                assert reader.read <= at + size
+                told.append(parser.feed(ids[at : at + size]))
+                assert parser.num_parsed <= at + size
                 at += size
-            told.append(reader.end())
-            read = writer.read(ids, tools, stops)
-            assert join_pieces(told) == reader.whole == read and reader.read == len(ids)
+            told.append(parser.end())
+            read = renderer.parse_turn(ids, tools, stops)
+            assert join_parts(told) == parser.turn == read and parser.num_parsed == len(ids)
             assert not any("\N{REPLACEMENT CHARACTER}" in piece.content for piece in told)
             assert not any(stop in read.content for stop in stops)
             calls = form.example in text and (form.blocks.opening or text == form.example)  # a bare one is all
@@ -145,13 +149,13 @@ def test_tokens_of_any_tokenizer_are_read_the_same_one_by_one(template: str, kin
 )
 def test_a_prompt_that_opens_the_thoughts_is_seen(template: str, opened: bool) -> None:
     tokenizer = chat_tokenizer(template)
-    writer = ChatWriter(tokenizer, stop_ids(template, tokenizer))
+    renderer = ChatRenderer(tokenizer, stop_ids(template, tokenizer))
     turn = tokenizer("hm</think>\n\nyes", add_special_tokens=False)["input_ids"]
-    prompt = writer.first([{"role": "user", "content": "hello"}], [])
-    read = writer.read(turn, [], (), prompt)
+    prompt = renderer.render_prompt([{"role": "user", "content": "hello"}], [])
+    read = renderer.parse_turn(turn, [], (), prompt)
     assert (read.content, read.reasoning) == (("yes", "hm") if opened else ("hm</think>\n\nyes", ""))
     closed = [*prompt, *tokenizer("<think>\n\n</think>\n\n", add_special_tokens=False)["input_ids"]]
-    assert writer.read(turn, [], (), closed).content == "hm</think>\n\nyes"
+    assert renderer.parse_turn(turn, [], (), closed).content == "hm</think>\n\nyes"
 
 
 def test_a_torn_character_waits_and_one_that_never_comes_is_told_at_the_end() -> None:
@@ -160,7 +164,7 @@ def test_a_torn_character_waits_and_one_that_never_comes_is_told_at_the_end() ->
     def words(tokens: Sequence[int]) -> str:
         return bytes(tokens).decode("utf-8", "replace")
 
-    reader = TokenReader(TurnReader(), words, {}, ())
-    assert [reader.feed([letter]).content for letter in letters] == ["", "", "", "🙂"] and reader.read == 4
-    assert reader.feed(list(letters[:2])).content == "" and reader.read == 4
-    assert reader.end().content == "\N{REPLACEMENT CHARACTER}" and reader.read == 6
+    parser = TokenParser(TurnParser(), words, {}, ())
+    assert [parser.feed([letter]).content for letter in letters] == ["", "", "", "🙂"] and parser.num_parsed == 4
+    assert parser.feed(list(letters[:2])).content == "" and parser.num_parsed == 4
+    assert parser.end().content == "\N{REPLACEMENT CHARACTER}" and parser.num_parsed == 6

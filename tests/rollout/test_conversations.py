@@ -21,7 +21,7 @@ from ascent.cli.main import main
 from ascent.core.errors import ConfigError, RunError
 from ascent.core.loop import score_rollouts
 from ascent.core.types import Prompts
-from ascent.environments.chat_templates import Tail
+from ascent.environments.chat_templates import ChatTemplate
 from ascent.environments.episode_pool import LocalEpisodes
 from ascent.models.causal_lm import CausalLM, LanguageModel
 from ascent.rewards.small_task import BoundSmallTask
@@ -559,19 +559,19 @@ def test_tokens_that_no_tokenizer_would_write_stay_as_drawn(name: str, kind: str
     lm = scripted(tokenizer, script, stops)
     words = lm.decode(script[:-1])
     assert lm.tokenize(words) != script[:-1] and None not in script
-    tail = Tail(tokenizer, (), stops)
+    template = ChatTemplate(tokenizer, (), stops)
     player = Player(
         LocalEpisodes(Echo),
         lambda *_: Problem("?"),
         lambda turn, _: lm.decode(turn[:-1]),
-        tokens=lambda step, turn, history: tail.answer(turn, step.observation, history),
+        tokens=lambda step, turn, history: template.render_observation(turn, step.observation, history),
     )
     prompt = lm.encode([{"role": "user", "content": "How high is it?"}])
     prompts = replace(Prompts.of(torch.tensor([prompt])), play=player)
     rollouts = sampler_of(lm, limit=300).generate(prompts, 2)
     for s in range(2):
         tokens, mask = rollouts.response[0, s][rollouts.present[0, s]], rollouts.mask[0, s][rollouts.present[0, s]]
-        observed = [tail.answer(script, f"you said {words} {turn}") for turn in (1, 2)]
+        observed = [template.render_observation(script, f"you said {words} {turn}") for turn in (1, 2)]
         assert tokens.tolist() == [*script, *observed[0], *script, *observed[1], *script]
         assert tokens[mask].tolist() == script * 3 and not bool(rollouts.truncated[0, s])
         assert f"you said {words} 2" in tokenizer.decode(tokens)

@@ -19,28 +19,24 @@ import httpx
 import openai
 import pytest
 import torch
+from starlette.exceptions import HTTPException
 
 from ascent.core.errors import ConfigError
 from ascent.core.sampling_params import SamplingParams
-from ascent.environments.chat_session import (
-    ChatWriter,
-    HistoryMismatchError,
-    InvalidMessageError,
-    Session,
-    read_messages,
-)
+from ascent.environments.chat_session import ChatRenderer, HistoryMismatchError, InvalidMessageError, Session
 from ascent.environments.tool_call_formats import FORMATS
 from ascent.environments.tool_chat import ToolChat
 from ascent.inference.continuous_batching import serve_requests
 from ascent.inference.engine import LocalEngine
-from ascent.inference.request_queue import Completion, CompletionDelta, RequestQueue
+from ascent.inference.request_queue import Completion, CompletionDelta, FinishReason, RequestQueue
 from ascent.models import LanguageModel
 from ascent.server import open_sessions
 from ascent.server.connections import is_local
-from ascent.server.endpoint import Endpoint, Events, Post
-from ascent.server.open_sessions import OpenSessions, SessionRules
-from ascent.server.openai_format import BODY, ApiError
+from ascent.server.endpoint import Endpoint
+from ascent.server.open_sessions import OpenSessions, SessionSettings
+from ascent.server.openai_requests import MAX_BODY_BYTES, ChatRequest
 from ascent.server.requirements import check_packages
+from ascent.server.session_turns import EventDispatcher, Events
 from tests.chats import chat_tokenizer, stop_ids
 from tests.language import config_of, tiny_tokenizer
 
@@ -80,32 +76,36 @@ def language_model(template: str = "", dtype: torch.dtype = torch.float32) -> La
     return made
 
 
-def rules_of(**more: Any) -> SessionRules:
-    narrowed = lambda k, p, m: SamplingParams(k, p, m)  # noqa: E731
-    return SessionRules(
-        **{"context": 400, "prompt": 300, "behind": 300, "turn_tokens": 24, "narrowed": narrowed} | more
-    )
+def settings_of(**more: Any) -> SessionSettings:
+    defaults = {
+        "context_length": 400,
+        "max_prompt_tokens": 300,
+        "max_response_tokens": 300,
+        "max_turn_tokens": 24,
+        "make_sampling_params": SamplingParams,
+    }
+    return SessionSettings(**defaults | more)
 
 
-WIDE = rules_of(context=4000, prompt=3000, fixed=True)
+WIDE = settings_of(context_length=4000, max_prompt_tokens=3000, fixed=True)
 
 
 @contextmanager
 def served(
-    rules: SessionRules | None = None, key: str = KEY, most: int = 64, template: str = "", **more: Any
+    settings: SessionSettings | None = None, key: str = KEY, most: int = 64, template: str = "", **more: Any
 ) -> Iterator[Any]:
     """An endpoint over a tiny model, which a thread decodes for."""
-    lm, rules = language_model(template, more.pop("dtype", torch.float32)), rules or rules_of()
+    lm, settings = language_model(template, more.pop("dtype", torch.float32)), settings or settings_of()
     support = SamplingParams(min_tokens=more.pop("min_tokens", 0))
     sampler = LocalEngine(lm, 300, 1.0, torch.Generator(), support, more.pop("rows", 4))
     sampler.version = 7
     queue = RequestQueue(most)
-    endpoint = Endpoint(queue, ChatWriter(lm.tokenizer, lm.ends), rules, lm.vocab, key=key)
+    endpoint = Endpoint(queue, ChatRenderer(lm.tokenizer, lm.ends), settings, lm.vocab, key=key)
     failed: list[BaseException] = []
 
     def work() -> None:
         try:
-            serve_requests(sampler, queue, 8, 300, rules.prompt)
+            serve_requests(sampler, queue, 8, 300, settings.max_prompt_tokens)
         except BaseException as error:
             failed.append(error)
             queue.fail(repr(error))
@@ -149,6 +149,10 @@ async def streamed(client: httpx.AsyncClient, path: str = "/v1/chat/completions"
     return [json.loads(line) for line in lines[:-1]]
 
 
+def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [message.for_template() for message in ChatRequest.model_validate({"messages": messages}).messages]
+
+
 def true_logp(lm: LanguageModel, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
     """The log-prob of each token after the first, by a plain forward pass."""
     with torch.no_grad():
@@ -159,8 +163,8 @@ def true_logp(lm: LanguageModel, ids: list[int], temperature: float = 1.0) -> to
 def check_record(lm: LanguageModel, session: Session) -> None:
     """What was recorded as drawn has the log-probs that the model gives to it there."""
     truth = true_logp(lm, session.prompt + session.response)[len(session.prompt) - 1 :]
-    mask = torch.tensor(session.drawn)
-    assert mask.any() and len(session.drawn) == len(session.response)
+    mask = torch.tensor(session.sampled)
+    assert mask.any() and len(session.sampled) == len(session.response)
     assert torch.allclose(torch.tensor(session.logp, dtype=torch.float64)[mask], truth[mask], atol=1e-5)
 
 
@@ -231,7 +235,7 @@ def test_tokens_go_in_and_come_out() -> None:
         assert [each["logprob"] for each in choice["logprobs"]["content"]] == (
             said["choices"][0]["logprobs"]["token_logprobs"]
         )
-        assert made.app.writer.words(choice["token_ids"]) == said["choices"][0]["text"]
+        assert made.app.renderer.decode(choice["token_ids"]) == said["choices"][0]["text"]
         assert text["usage"]["prompt_tokens"] == 5
 
     with served() as made:
@@ -257,11 +261,11 @@ def test_settings_of_a_client_hold_on_a_server_and_not_in_training() -> None:
             assert text == cut["choices"][0]["message"]["content"]
 
     async def trained(made: Any) -> None:
-        keys = [made.app.open(Session(9), rules_of(fixed=True)) for _ in range(2)]
+        keys = [made.app.open(Session(9), settings_of(fixed=True)) for _ in range(2)]
         async with client_of(made.app, keys[0][0]) as first, client_of(made.app, keys[1][0]) as second:
             plain, asked = await chat(first), await chat(second, temperature=0, seed=4, top_p=0.1, presence_penalty=1)
         assert plain["choices"] == asked["choices"]
-        assert keys[1][1].session.asked == {"temperature": 0, "seed": 4, "top_p": 0.1, "presence_penalty": 1}
+        assert keys[1][1].session.ignored_settings == {"temperature": 0, "seed": 4, "top_p": 0.1, "presence_penalty": 1}
 
     with served() as made:
         asyncio.run(go(made))
@@ -281,11 +285,11 @@ async def converse(client: httpx.AsyncClient, turns: int, **more: Any) -> list[d
 
 
 def test_a_session_reads_on_from_its_record_and_concurrent_ones_say_what_they_say_alone() -> None:
-    def sessions(made: Any, rules: SessionRules) -> list[tuple[str, Any]]:
-        return [made.app.open(Session(seed), rules) for seed in range(10, 16)]
+    def sessions(made: Any, settings: SessionSettings) -> list[tuple[str, Any]]:
+        return [made.app.open(Session(seed), settings) for seed in range(10, 16)]
 
     async def go(made: Any, together: bool) -> list[Session]:
-        keys = sessions(made, rules_of(fixed=True))
+        keys = sessions(made, settings_of(fixed=True))
 
         async def one(key: str) -> None:
             async with client_of(made.app, key) as client:
@@ -302,73 +306,77 @@ def test_a_session_reads_on_from_its_record_and_concurrent_ones_say_what_they_sa
         together = asyncio.run(go(made, together=True))
         alone = asyncio.run(go(made, together=False))
     for a, b in zip(together, alone, strict=True):
-        assert (a.prompt, a.response, a.drawn, a.turn) == (b.prompt, b.response, b.drawn, b.turn)
-        assert a.turns == 3 and not a.rewritten and a.turn[-1] == 2 and a.seed == b.seed
+        assert (a.prompt, a.response, a.sampled, a.turn) == (b.prompt, b.response, b.sampled, b.turn)
+        assert a.num_turns == 3 and not a.mismatch and a.turn[-1] == 2 and a.seed == b.seed
         check_record(made.lm, a)
-        tail = made.app.writer.words(a.response, special=True)
+        tail = made.app.renderer.decode(a.response, special=True)
         assert "<|im_end|>\n<|im_start|>user\nand then 0" in tail
 
 
 def test_spacing_ids_and_reasoning_do_not_rewrite_a_history_and_words_do() -> None:
-    writer = ChatWriter(chat_tokenizer("qwen3"), stop_ids("qwen3", chat_tokenizer("qwen3")))
+    renderer = ChatRenderer(chat_tokenizer("qwen3"), stop_ids("qwen3", chat_tokenizer("qwen3")))
     words = '<think>\nhm\n</think>\n\nSo <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
-    turn = [*writer.tokenizer(words, add_special_tokens=False)["input_ids"], writer.tokenizer.eos_token_id]
-    reply = writer.read(turn, [ADD])
+    turn = [*renderer.tokenizer(words, add_special_tokens=False)["input_ids"], renderer.tokenizer.eos_token_id]
+    reply = renderer.parse_turn(turn, [ADD])
     assert (reply.content.strip(), reply.reasoning, reply.calls[0].arguments) == ("So", "hm", {"a": 1, "b": "é"})
 
     def history(**change: Any) -> list[dict[str, Any]]:
         call = {"id": "mine", "function": {"name": "add", "arguments": '{ "b":"\\u00e9",   "a": 1}'}}
         said = {"role": "assistant", "content": "So", "tool_calls": [call]} | change
-        return read_messages([*HELLO, said, {"role": "tool", "tool_call_id": "mine", "content": "2"}], 10)
+        return template_messages([*HELLO, said, {"role": "tool", "tool_call_id": "mine", "content": "2"}])
 
     def recorded() -> Session:
         session = Session(0)
-        read = session.read_chat(HELLO, [ADD], writer)
-        session.add(read, turn, [0.0] * len(turn), [1.0] * len(turn), 0.0)
-        session.say(HELLO, [ADD], reply)
+        read = session.extend_with_messages(HELLO, [ADD], renderer)
+        session.record_turn(read, turn, [0.0] * len(turn), [1.0] * len(turn), 0.0)
+        session.record_messages(HELLO, [ADD], reply)
         return session
 
-    tail = recorded().read_chat(history(), [ADD], writer)
-    assert "2" in writer.words(tail, special=True) and tail == writer.tail(turn, reply.calls, history()[2:], [ADD])
+    tail = recorded().extend_with_messages(history(), [ADD], renderer)
+    assert "2" in renderer.decode(tail, special=True) and tail == renderer.render_suffix(
+        turn, reply.calls, history()[2:], [ADD]
+    )
     for change, why in {
-        "content": ({"content": "So!"}, "content is another"),
+        "content": ({"content": "So!"}, "content differs"),
         "call": (
             {"tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2, "b": "é"}'}}]},
-            "calls are others",
+            "tool calls differ",
         ),
-        "no call": ({"tool_calls": None}, "calls are others"),
-        "role": ({"role": "user", "tool_calls": None}, "the assistant's"),
+        "no call": ({"tool_calls": None}, "tool calls differ"),
+        "role": ({"role": "user", "tool_calls": None}, "its role was assistant"),
     }.values():
         with pytest.raises(HistoryMismatchError, match=why):
-            recorded().read_chat(history(**change), [ADD], writer)
-    with pytest.raises(HistoryMismatchError, match="tools are others"):
-        recorded().read_chat(history(), [], writer)
-    with pytest.raises(HistoryMismatchError, match="nothing follows"):
-        recorded().read_chat(HELLO, [ADD], writer)
-    with pytest.raises(HistoryMismatchError, match="did not say"):
-        recorded().read_chat([*history(), {"role": "assistant", "content": "x"}, *HELLO], [ADD], writer)
+            recorded().extend_with_messages(history(**change), [ADD], renderer)
+    with pytest.raises(HistoryMismatchError, match="tools differ"):
+        recorded().extend_with_messages(history(), [], renderer)
+    with pytest.raises(HistoryMismatchError, match="no message follows"):
+        recorded().extend_with_messages(HELLO, [ADD], renderer)
+    with pytest.raises(HistoryMismatchError, match="did not write"):
+        recorded().extend_with_messages([*history(), {"role": "assistant", "content": "x"}, *HELLO], [ADD], renderer)
 
 
 def test_a_result_is_that_of_the_call_which_it_names_in_whatever_order_they_come() -> None:
-    writer = ChatWriter(chat_tokenizer("mistral"), stop_ids("mistral", chat_tokenizer("mistral")))
+    renderer = ChatRenderer(chat_tokenizer("mistral"), stop_ids("mistral", chat_tokenizer("mistral")))
     words = '[TOOL_CALLS] [{"name": "add", "id": "number001"}, {"name": "add", "id": "number002"}]'
-    turn = [*writer.tokenizer(words, add_special_tokens=False)["input_ids"], writer.tokenizer.eos_token_id]
-    reply, session = writer.read(turn, [ADD]), Session(0)
-    session.add(session.read_chat(HELLO, [ADD], writer), turn, [0.0] * len(turn), [1.0] * len(turn), 0.0)
-    session.say(HELLO, [ADD], reply)
+    turn = [*renderer.tokenizer(words, add_special_tokens=False)["input_ids"], renderer.tokenizer.eos_token_id]
+    reply, session = renderer.parse_turn(turn, [ADD]), Session(0)
+    session.record_turn(
+        session.extend_with_messages(HELLO, [ADD], renderer), turn, [0.0] * len(turn), [1.0] * len(turn), 0.0
+    )
+    session.record_messages(HELLO, [ADD], reply)
     calls = [{"id": name, "function": {"name": "add", "arguments": "{}"}} for name in ("mine", "yours")]
     said = {"role": "assistant", "tool_calls": calls}
     for order, called in ((("yours", "mine"), (2, 1)), (("mine", "yours"), (1, 2)), (("", "who"), (1, 2))):
         results = [{"role": "tool", "tool_call_id": name, "content": f"[{name}]"} for name in order]
-        read = session.read_chat(read_messages([*HELLO, said, *results], 10), [ADD], writer)
-        text = "".join(writer.words(read, special=True).split())
+        read = session.extend_with_messages(template_messages([*HELLO, said, *results]), [ADD], renderer)
+        text = "".join(renderer.decode(read, special=True).split())
         for name, number in zip(order, called, strict=True):
             assert f'"content":[{name}],"call_id":"number00{number}"' in text, text
 
 
 def test_a_rewritten_history_ends_an_episode_and_begins_a_servers_session_anew() -> None:
     async def trained(made: Any) -> None:
-        key, live = made.app.open(Session(9), rules_of(fixed=True))
+        key, live = made.app.open(Session(9), settings_of(fixed=True))
         async with client_of(made.app, key) as client:
             messages = await converse(client, 1)
             messages[1] = messages[1] | {"content": "what it never said"}
@@ -376,8 +384,8 @@ def test_a_rewritten_history_ends_an_episode_and_begins_a_servers_session_anew()
             assert refused.status_code == 400 and refused.json()["error"]["code"] == "rewritten"
             again = await post(client, "/v1/chat/completions", messages=HELLO)
             assert again.status_code == 400
-        assert "content is another" in live.session.rewritten and made.app.counts["rewritten"] == 1
-        assert live.session.turns == 1
+        assert "content differs" in live.session.mismatch and made.app.counts["rewritten"] == 1
+        assert live.session.num_turns == 1
 
     async def asked(made: Any) -> None:
         async with client_of(made.app, **{"x-session-id": "mine"}) as client:
@@ -407,12 +415,12 @@ def test_a_history_that_is_sent_again_without_anything_new_is_refused() -> None:
     """The conversation ends with the policy's own turn: nothing asks for another one."""
 
     async def go(made: Any) -> None:
-        key, live = made.app.open(Session(9), rules_of(fixed=True))
+        key, live = made.app.open(Session(9), settings_of(fixed=True))
         async with client_of(made.app, key) as client:
             *said, _ = await converse(client, 1)
             again = await post(client, "/v1/chat/completions", messages=said)
         assert again.status_code == 400 and again.json()["error"]["code"] == "rewritten"
-        assert live.session.turns == 1 and live.session.rewritten
+        assert live.session.num_turns == 1 and live.session.mismatch
 
     with served(key="") as made:
         asyncio.run(go(made))
@@ -420,15 +428,15 @@ def test_a_history_that_is_sent_again_without_anything_new_is_refused() -> None:
 
 def test_tokens_extend_a_session_only_if_they_are_its_own() -> None:
     async def go(made: Any) -> None:
-        key, live = made.app.open(Session(9), rules_of(fixed=True))
+        key, live = made.app.open(Session(9), settings_of(fixed=True))
         async with client_of(made.app, key) as client:
             first = (await post(client, "/inference/v1/generate", token_ids=[5, 6, 7])).json()
             ids = [5, 6, 7, *first["choices"][0]["token_ids"], 8, 9]
             await post(client, "/inference/v1/generate", token_ids=ids)
-            assert live.session.turns == 2 and live.session.drawn[-1]
+            assert live.session.num_turns == 2 and live.session.sampled[-1]
             check_record(made.lm, live.session)
             odd = await post(client, "/inference/v1/generate", token_ids=[5, 6, 8, *ids[3:], 4])
-            assert odd.status_code == 400 and "token 2" in live.session.rewritten
+            assert odd.status_code == 400 and "token 2" in live.session.mismatch
 
     with served(key="") as made:
         asyncio.run(go(made))
@@ -439,8 +447,8 @@ def test_tokens_extend_a_session_only_if_they_are_its_own() -> None:
 
 def test_another_key_reaches_nothing_and_a_closed_session_is_over() -> None:
     async def go(made: Any) -> None:
-        key, live = made.app.open(Session(1), rules_of(fixed=True))
-        other, untouched = made.app.open(Session(2), rules_of(fixed=True))
+        key, live = made.app.open(Session(1), settings_of(fixed=True))
+        other, untouched = made.app.open(Session(2), settings_of(fixed=True))
         for wrong in ("", "sk-nothing", key[:-1], key + "x", KEY, "é"):
             async with client_of(made.app, "x") as client:
                 answer = await client.post(
@@ -455,7 +463,7 @@ def test_another_key_reaches_nothing_and_a_closed_session_is_over() -> None:
             assert page.status_code == 403
             made.app.close(key, "over")
             assert (await post(client, "/v1/chat/completions", messages=HELLO)).status_code == 401
-        assert live.session.turns == 1 and not untouched.session.turns and not untouched.session.response
+        assert live.session.num_turns == 1 and not untouched.session.num_turns and not untouched.session.response
 
     with served(key="") as made:
         asyncio.run(go(made))
@@ -554,7 +562,7 @@ def test_nonsense_is_refused_with_a_reason_and_nothing_breaks() -> None:
                 assert answer.status_code == 400, ids
             answer = await post(client, "/inference/v1/generate", token_ids=[1], sampling_params=3)
             assert answer.status_code == 400
-            assert (await client.post("/v1/chat/completions", content=b" " * (BODY + 1))).status_code == 413
+            assert (await client.post("/v1/chat/completions", content=b" " * (MAX_BODY_BYTES + 1))).status_code == 413
             nothing = await client.get("/v1/chat/completions")
             assert nothing.status_code == 405 and nothing.headers["allow"] == "POST"
             for method in ("HEAD", "OPTIONS", "DELETE", "FOO"):
@@ -612,12 +620,16 @@ def test_what_clients_send_by_habit_is_answered() -> None:
 
 def test_what_is_noted_of_a_client_is_short_and_a_body_is_as_large_as_the_context_can_need() -> None:
     async def go(made: Any) -> None:
-        key, live = made.app.open(Session(9), rules_of(fixed=True))
+        key, live = made.app.open(Session(9), settings_of(fixed=True))
         async with client_of(made.app, key) as client:
             await chat(client, response_format={"type": "json_schema", "x": "y" * 10_000}, seed=5)
-            large = await client.post("/v1/chat/completions", content=b'{"x": "' + b"y" * made.app.most_bytes + b'"}')
-        assert live.session.asked["seed"] == 5 and len(live.session.asked["response_format"]) < 200
-        assert large.status_code == 413 and made.app.most_bytes < BODY
+            large = await client.post(
+                "/v1/chat/completions", content=b'{"x": "' + b"y" * made.app.max_body_bytes + b'"}'
+            )
+        assert (
+            live.session.ignored_settings["seed"] == 5 and len(live.session.ignored_settings["response_format"]) < 200
+        )
+        assert large.status_code == 413 and made.app.max_body_bytes < MAX_BODY_BYTES
 
     with served(key="") as made:
         asyncio.run(go(made))
@@ -647,20 +659,23 @@ def test_a_flood_is_told_to_come_back_and_a_session_has_one_turn_at_a_time() -> 
 
 def test_a_limit_of_turns_or_tokens_cuts_an_episode_off() -> None:
     async def go(made: Any) -> None:
-        for rules, turns in ((rules_of(fixed=True, turns=2), 2), (rules_of(fixed=True, drawn=5), 1)):
-            key, live = made.app.open(Session(9), rules)
+        for settings, turns in (
+            (settings_of(fixed=True, max_turns=2), 2),
+            (settings_of(fixed=True, max_sampled_tokens=5), 1),
+        ):
+            key, live = made.app.open(Session(9), settings)
             async with client_of(made.app, key) as client:
                 messages = await converse(client, turns)
                 answer = await post(client, "/v1/chat/completions", messages=messages)
             assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
-            assert live.cut.startswith("the limit of") and live.session.turns == turns
-        key, live = made.app.open(Session(9), rules_of(fixed=True))
+            assert live.limit_reached.startswith("the limit of") and live.session.num_turns == turns
+        key, live = made.app.open(Session(9), settings_of(fixed=True))
         async with client_of(made.app, key) as client:
             *messages, last = await converse(client, 1)
             long = [*messages, last | {"content": "x" * 300}]
-            assert (await post(client, "/v1/chat/completions", messages=long)).status_code == 400 and live.cut
+            assert (await post(client, "/v1/chat/completions", messages=long)).status_code == 400 and live.limit_reached
             await chat(client, [*messages, last])
-        assert not live.cut and live.session.turns == 2, "one that goes on is not cut off"
+        assert not live.limit_reached and live.session.num_turns == 2, "one that goes on is not cut off"
 
     with served(key="", min_tokens=24) as made:
         asyncio.run(go(made))
@@ -671,10 +686,10 @@ def test_calls_of_tools_come_parsed_and_go_back_as_recorded_tokens(template: str
     """The model is random, so what it draws is replaced: a call in the format of its template."""
 
     async def go(made: Any) -> None:
-        writer = made.app.writer
-        made_of = ToolChat(writer.tokenizer, [ADD], made.lm.ends)
+        renderer = made.app.renderer
+        made_of = ToolChat(renderer.tokenizer, [ADD], made.lm.ends)
         words = made_of.format.example if made_of.format.name != "plain" else FORMATS["plain"].example
-        ids = writer.tokenizer(words, add_special_tokens=False)["input_ids"]
+        ids = renderer.tokenizer(words, add_special_tokens=False)["input_ids"]
         turn = [*ids, min(made.lm.ends)]
         said = forced(made, turn)
         key, live = made.app.open(Session(9), WIDE)
@@ -687,10 +702,10 @@ def test_calls_of_tools_come_parsed_and_go_back_as_recorded_tokens(template: str
             messages = [*HELLO, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "2 it is"}]
             said.clear()
             await chat(client, messages, tools=[ADD])
-        assert live.session.turns == 2 and not live.session.rewritten
+        assert live.session.num_turns == 2 and not live.session.mismatch
         assert live.session.response[: len(turn)] == turn
-        observed = [i for i, drawn in zip(live.session.response, live.session.drawn, strict=True) if not drawn]
-        assert "2 it is" in writer.words(observed)
+        observed = [i for i, drawn in zip(live.session.response, live.session.sampled, strict=True) if not drawn]
+        assert "2 it is" in renderer.decode(observed)
 
     with served(WIDE, key="", template=template) as made:
         asyncio.run(go(made))
@@ -698,7 +713,7 @@ def test_calls_of_tools_come_parsed_and_go_back_as_recorded_tokens(template: str
 
 def test_a_turn_that_ends_after_its_client_has_left_is_not_recorded() -> None:
     async def go(made: Any) -> None:
-        key, live = made.app.open(Session(9), rules_of(fixed=True))
+        key, live = made.app.open(Session(9), settings_of(fixed=True))
         gone, body, sent = asyncio.Event(), [json.dumps({"messages": HELLO}).encode()], []
 
         async def receive() -> dict[str, Any]:
@@ -721,7 +736,7 @@ def test_a_turn_that_ends_after_its_client_has_left_is_not_recorded() -> None:
         head = [(b"authorization", f"Bearer {key}".encode())]
         scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": head, "query_string": b""}
         await made.app(scope, receive, send)
-        assert not sent and not live.session.turns and not live.session.response and live.busy is None
+        assert not sent and not live.session.num_turns and not live.session.response and live.active_request is None
 
     with served(key="") as made:
         asyncio.run(go(made))
@@ -732,7 +747,7 @@ def test_a_session_that_is_closed_under_way_has_the_record_that_it_had(when: str
     """Another thread closes it: an episode has ended, and its outcome is about what was said until then."""
 
     async def go(made: Any) -> None:
-        key, live = made.app.open(Session(9), rules_of(fixed=True))
+        key, live = made.app.open(Session(9), settings_of(fixed=True))
         submit = made.queue.submit
 
         def over(request: Any) -> None:
@@ -750,7 +765,12 @@ def test_a_session_that_is_closed_under_way_has_the_record_that_it_had(when: str
         async with client_of(made.app, key) as client:
             answer = await post(client, "/v1/chat/completions", messages=HELLO)
         assert answer.status_code == 403 and "its episode is over" in answer.text
-        assert not live.session.turns and not live.session.response and live.busy is None and not made.queue.active
+        assert (
+            not live.session.num_turns
+            and not live.session.response
+            and live.active_request is None
+            and not made.queue.active
+        )
 
     with served(key="", asleep=True) as made:
         asyncio.run(go(made))
@@ -765,11 +785,9 @@ def forced(made: Any, turn: list[int], ended: bool = True) -> list[list[int]]:
         if left:
             for i, token in enumerate(turn[:-1] if request.stream else ()):
                 request.on_output(CompletionDelta([token], [-float(i)]))
-            request.on_output(
-                Completion(
-                    turn, [-float(i) for i in range(len(turn))], [1.0] * len(turn), "stop" if ended else "length", 7
-                )
-            )
+            reason: FinishReason = "stop" if ended else "length"
+            logp = [-float(i) for i in range(len(turn))]
+            request.on_output(Completion(turn, logp, [1.0] * len(turn), reason, 7))
         else:
             submit(request)
 
@@ -812,8 +830,8 @@ TURNS = {
 @pytest.mark.parametrize("name", TURNS)
 def test_a_stream_of_tools_and_log_probs_is_assembled_by_a_stock_client(name: str) -> None:
     async def go(made: Any) -> None:
-        writer = made.app.writer
-        turn = writer.tokenizer(TURNS[name], add_special_tokens=False)["input_ids"]
+        renderer = made.app.renderer
+        turn = renderer.tokenizer(TURNS[name], add_special_tokens=False)["input_ids"]
         turn = [*turn, min(made.lm.ends)] if "cut" not in name else turn
         ways = {}
         for stream in (False, True):
@@ -826,8 +844,8 @@ def test_a_stream_of_tools_and_log_probs_is_assembled_by_a_stock_client(name: st
                 else:
                     more |= {"stream_options": {"include_usage": True}, "extra_body": {"return_token_ids": True}}
                     ways[stream] = await assembled(client, **more)
-            assert live.session.response == turn and live.session.said is not None
-            ways[stream] += (live.session.said,)
+            assert live.session.response == turn and live.session.history is not None
+            ways[stream] += (live.session.history,)
         (plain, _, said), (built, chunks, also) = ways[False], ways[True]
         one, two = plain.choices[0], built.choices[0]
         assert said == also and one.finish_reason == two.finish_reason and built.usage == plain.usage
@@ -870,12 +888,12 @@ def test_streams_with_stop_strings_and_log_probs_come_as_they_are_drawn() -> Non
                 spelled = [token for bit in bits if bit["logprobs"] for token in bit["logprobs"]["tokens"]]
                 assert spelled == text["logprobs"]["tokens"]
 
-    with served(rules_of(turn_tokens=20), min_tokens=20) as made:
+    with served(settings_of(max_turn_tokens=20), min_tokens=20) as made:
         asyncio.run(go(made))
 
 
 def test_a_loop_is_woken_once_for_all_that_is_told_before_it_looks() -> None:
-    post = Post()
+    post = EventDispatcher()
 
     async def hear(count: int) -> list[Any]:
         loop, events = asyncio.get_running_loop(), Events()
@@ -925,15 +943,15 @@ def test_half_sent_requests_of_one_session_do_not_keep_out_another() -> None:
     small = json.dumps({"messages": HELLO, "max_tokens": 2}).encode()
 
     async def go(made: Any, port: int) -> None:
-        attacker, _ = made.app.open(Session(1), rules_of(fixed=True))
-        other, _ = made.app.open(Session(2), rules_of(fixed=True))
+        attacker, _ = made.app.open(Session(1), settings_of(fixed=True))
+        other, _ = made.app.open(Session(2), settings_of(fixed=True))
         half_sent = [asyncio.ensure_future(ask_by_socket(port, attacker, b"{", 500)) for _ in range(40)]
         refused, _ = await asyncio.wait(half_sent, return_when=asyncio.FIRST_COMPLETED, timeout=LONG)
         assert {task.result()[0] for task in refused} == {429}
         for _ in range(4):
             status, answer = await ask_by_socket(port, other, small)
             assert status == 200, answer
-            other, _ = made.app.open(Session(3), rules_of(fixed=True))
+            other, _ = made.app.open(Session(3), settings_of(fixed=True))
         for task in half_sent:
             task.cancel()
         await asyncio.gather(*half_sent, return_exceptions=True)
@@ -977,7 +995,7 @@ def test_other_clients_are_answered_while_a_large_request_is_tokenized(kind: str
                     "the session goes on after a request that was refused"
                 )
 
-    with served(rules_of(context=1000), template="qwen3") as made:
+    with served(settings_of(context_length=1000), template="qwen3") as made:
         asyncio.run(go(made))
 
 
@@ -992,7 +1010,7 @@ def test_an_oversized_body_gets_an_error_that_its_client_can_read(announced: boo
         client.request("POST", "/v1/chat/completions", sent, headers, encode_chunked=not announced)
         answer = client.getresponse()
         error = json.loads(answer.read())["error"]
-        assert answer.status == 413 and str(made.app.most_bytes) in error["message"]
+        assert answer.status == 413 and str(made.app.max_body_bytes) in error["message"]
 
 
 # ---- rare requests ----------------------------------------------------------------------------------------------
@@ -1005,21 +1023,54 @@ def called(**call: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("/v1/chat/completions", called(tool_calls="f"), "messages[0].tool_calls: a list of calls"),
+        ("/v1/chat/completions", called(tool_calls="f"), 'messages[0].tool_calls: should be a valid list, got "f"'),
         (
             "/v1/chat/completions",
             called(tool_calls=[{"function": {"name": "f", "arguments": "[1]"}}]),
-            "messages[0].tool_calls[0].function.arguments: an object {…} as JSON",
+            'messages[0].tool_calls[0].function.arguments: should be a JSON object, got "[1]"',
         ),
         (
             "/v1/chat/completions",
             called(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]),
-            "messages[0].tool_calls[0].function.arguments: not JSON",
+            'messages[0].tool_calls[0].function.arguments: should be a JSON object, got "{"',
         ),
-        ("/v1/chat/completions", {"messages": HELLO, "stop": ["a", "\ufffd"]}, "stop: text without U+FFFD"),
-        ("/inference/v1/generate", {"token_ids": [1], "stream": True}, "stream: tokens come whole here"),
-        ("/v1/completions", {"prompt": ["a", "b"]}, "prompt: one prompt per request"),
-        ("/v1/completions", {"prompt": [[1], [2]]}, "prompt: one prompt per request"),
+        (
+            "/v1/chat/completions",
+            {"messages": HELLO, "stop": ["a", "\ufffd"]},
+            'stop[1]: should be text without U+FFFD, got "\ufffd"',
+        ),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1], "stream": True},
+            "stream: should be False, got true. This route returns whole responses",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": ["a", "b"]},
+            'prompt: should be one prompt per request, got ["a", "b"]. Text or token ids',
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": HELLO, "n": 2},
+            "n: should be less than or equal to 1, got 2. A request has one completion",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": HELLO, "temperature": "hot"},
+            'temperature: should be a valid number, got "hot"',
+        ),
+        ("/v1/chat/completions", {}, "messages: Field required"),
+        (
+            "/v1/completions",
+            {"prompt": [1, "x"]},
+            'prompt: should be one prompt per request, got [1, "x"]. Text or token ids',
+        ),
+        ("/v1/completions", {"prompt": [1.5]}, "prompt[0]: should be a valid integer, got 1.5. Text or token ids"),
+        (
+            "/v1/completions",
+            {"prompt": [[1], [2]]},
+            "prompt: should be one prompt per request, got [[1], [2]]. Text or token ids",
+        ),
     ],
 )
 def test_a_refusal_names_the_field(path: str, body: dict[str, Any], words: str) -> None:
@@ -1064,9 +1115,9 @@ def test_an_engine_that_fails_is_not_available() -> None:
 
 
 def test_sessions_of_a_server_are_named_and_the_idle_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_sessions, "SESSIONS", 2)
+    monkeypatch.setattr(open_sessions, "MAX_NAMED_SESSIONS", 2)
     forgotten: list[Any] = []
-    sessions = OpenSessions(rules_of(), KEY, forgotten.append)
+    sessions = OpenSessions(settings_of(), KEY, forgotten.append)
 
     def find(name: str) -> Any:
         return sessions.find({"authorization": f"Bearer {KEY}", "x-session-id": name})
@@ -1076,19 +1127,19 @@ def test_sessions_of_a_server_are_named_and_the_idle_ones_are_forgotten(monkeypa
     assert find("one") is one is not two and not forgotten
     three = find("three")
     assert forgotten == [two] and find("three") is three, "of those that are idle, the one that was used first"
-    one.busy = object()
+    one.active_request = object()
     four = find("four")
     assert forgotten == [two, three] and find("one") is one
-    four.busy = object()
-    with pytest.raises(ApiError, match="too many sessions at once") as denied:
+    four.active_request = object()
+    with pytest.raises(HTTPException, match="too many sessions at once") as denied:
         find("five")
-    assert denied.value.status == 429 and find("four") is four and len(forgotten) == 2
-    long = "x" * open_sessions.LONGEST_NAME
-    four.busy = None
+    assert denied.value.status_code == 429 and find("four") is four and len(forgotten) == 2
+    long = "x" * open_sessions.MAX_NAME_CHARACTERS
+    four.active_request = None
     assert find(long) is not None
-    with pytest.raises(ApiError, match=f"X-Session-ID: at most {len(long)} characters") as denied:
+    with pytest.raises(HTTPException, match=f"X-Session-ID: at most {len(long)} characters") as denied:
         find(long + "x")
-    assert denied.value.status == 400
+    assert denied.value.status_code == 400
 
 
 def test_a_template_that_raises_is_the_clients_error() -> None:
@@ -1097,19 +1148,19 @@ def test_a_template_that_raises_is_the_clients_error() -> None:
         "{% if messages[0]['content'] == 'no' %}{{ raise_exception('say something else') }}{% endif %}"
         "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
     )
-    writer = ChatWriter(tokenizer, [tokenizer.eos_token_id])
-    assert writer.first(HELLO, [])
-    with pytest.raises(InvalidMessageError, match="the chat template does not take these messages: say something else"):
-        writer.first([{"role": "user", "content": "no"}], [])
+    renderer = ChatRenderer(tokenizer, [tokenizer.eos_token_id])
+    assert renderer.render_prompt(HELLO, [])
+    with pytest.raises(InvalidMessageError, match="the chat template refuses these messages: say something else"):
+        renderer.render_prompt([{"role": "user", "content": "no"}], [])
 
 
 def test_a_session_that_began_with_tokens_takes_no_messages() -> None:
     tokenizer = chat_tokenizer("qwen3")
-    writer, session = ChatWriter(tokenizer, stop_ids("qwen3", tokenizer)), Session(0)
-    session.add(session.read_tokens([1, 2]), [3], [0.0], [1.0], 0.0)
-    session.say(None, (), writer.read([3], []))
-    with pytest.raises(HistoryMismatchError, match="the session began with tokens, and now comes with messages"):
-        session.read_chat(HELLO, [], writer)
+    renderer, session = ChatRenderer(tokenizer, stop_ids("qwen3", tokenizer)), Session(0)
+    session.record_turn(session.extend_with_tokens([1, 2]), [3], [0.0], [1.0], 0.0)
+    session.record_messages(None, (), renderer.parse_turn([3], []))
+    with pytest.raises(HistoryMismatchError, match="the session began with token ids, and this request has messages"):
+        session.extend_with_messages(HELLO, [], renderer)
 
 
 @pytest.mark.parametrize(

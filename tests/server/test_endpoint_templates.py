@@ -6,16 +6,31 @@ import asyncio
 import copy
 import json
 import random
+import re
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from ascent.environments.chat_session import ChatWriter, InvalidMessageError, Session, read_tools
+from ascent.environments.chat_session import ChatRenderer, Session
 from ascent.environments.tool_chat import ToolChat
 from ascent.environments.tools import Tools
+from ascent.server.openai_requests import ChatRequest, describe_error
 from tests.chats import chat_tokenizer, stop_ids
 from tests.environments.test_chat_templates import OWN
-from tests.server.test_endpoint import ADD, HELLO, KEY, WIDE, assembled, chat, client_of, forced, post, rules_of, served
+from tests.server.test_endpoint import (
+    ADD,
+    HELLO,
+    KEY,
+    WIDE,
+    assembled,
+    chat,
+    client_of,
+    forced,
+    post,
+    served,
+    settings_of,
+)
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<call>", "words", "\n", " ", '"', "2 + 2")
 OPENED = {"qwen3": False, "qwen3_5_think": True, "deepseek_r1_distill": True, "gemma3": False, "mistral": False}
@@ -71,24 +86,28 @@ def test_tags_in_arguments_are_part_of_the_call(template: str) -> None:
     """For tools in training and for clients alike, with thoughts before the call or without."""
     tokenizer = chat_tokenizer(template)
     chat, luck = ToolChat(tokenizer, [RUN], stop_ids(template, tokenizer)), random.Random(template)
-    writer, prompt, blocks = ChatWriter(tokenizer, chat.tail.stops.values()), chat.first(HELLO), chat.format.blocks
+    renderer, prompt, blocks = (
+        ChatRenderer(tokenizer, chat.template.stops.values()),
+        chat.render_prompt(HELLO),
+        chat.format.blocks,
+    )
     pieces = ("<think>", "</think>", "words", "\n", "'", blocks.opening, blocks.closing)
-    opening = "" if chat.tail.opens_thoughts(prompt) else "<think>"
+    opening = "" if chat.template.opens_reasoning(prompt) else "<think>"
     for _ in range(80):
         codes = ["x" + "".join(luck.choice(pieces) for _ in range(luck.randint(1, 5))).strip() for _ in range(2)]
         calls = [written(chat.format.name, code) for code in codes]
         thoughts = f"{opening}hm {written(chat.format.name, 'a draft')}</think>\n\n"
         text = luck.choice([thoughts, "" if opening else "</think>"]) + "".join(calls)
         turn = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        step = Tools([lambda code: f"ran {code}"], [RUN], chat.format.name).step(chat.words(turn, prompt))
+        step = Tools([lambda code: f"ran {code}"], [RUN], chat.format.name).step(chat.decode_turn(turn, prompt))
         assert "calls=2 unparsed=0 failed=0" in step.reason, (text, step)
         results = "\n".join(message["content"] for message in step.observation)  # type: ignore[index]
         assert all(f"ran {code}" in results for code in codes), text
-        reader = writer.reader([RUN], (), prompt)
+        parser = renderer.make_parser([RUN], (), prompt)
         for token in turn:
-            reader.feed([token])
-        reader.end()
-        for read in (reader.whole, writer.read(turn, [RUN], (), prompt)):
+            parser.feed([token])
+        parser.end()
+        for read in (parser.turn, renderer.parse_turn(turn, [RUN], (), prompt)):
             assert [call.arguments["code"] for call in read.calls] == codes and not read.content.strip(), text
 
 
@@ -120,7 +139,7 @@ def test_later_turns_of_a_session_are_prompted_as_the_first(
                 said = (await chat(client, messages, return_token_ids=True, tools=[ADD]))["choices"][0]["message"]
                 messages += [said, {"role": "user", "content": "higher"}]
         tokens = [live.session.prompt, *observed(live.session)]
-        assert len(tokens) == 3 and all(made.app.writer.words(ids, special=True).endswith(behind) for ids in tokens)
+        assert len(tokens) == 3 and all(made.app.renderer.decode(ids, special=True).endswith(behind) for ids in tokens)
 
     with served(WIDE, key="", template="qwen3") as made:
         monkeypatch.setattr(made.lm.tokenizer, "chat_template", OWN["the last switch of any message"])
@@ -130,7 +149,7 @@ def test_later_turns_of_a_session_are_prompted_as_the_first(
 def observed(session: Session) -> list[list[int]]:
     """The tokens between the turns of a session."""
     parts: list[list[int]] = [[]]
-    for token, drawn in zip(session.response, session.drawn, strict=True):
+    for token, drawn in zip(session.response, session.sampled, strict=True):
         parts = [*parts, []] if drawn and parts[-1] else parts
         parts[-1] += [] if drawn else [token]
     return [part for part in parts if part]
@@ -153,12 +172,12 @@ def test_parallel_tool_calls_false_gives_one_call_at_most(template: str, stream:
                     choice = (await chat(client, **more))["choices"][0]
                 calls = choice["message"]["tool_calls"]
                 assert len(calls) == (1 if parallel is False else 2) and choice["finish_reason"] == "tool_calls"
-                assert not choice["message"]["content"] and not live.session.asked
+                assert not choice["message"]["content"] and not live.session.ignored_settings
                 results = [{"role": "tool", "tool_call_id": call["id"], "content": "2"} for call in calls]
                 said = {"role": "assistant", "content": "", "tool_calls": calls}
                 again = {"messages": [*HELLO, said, *results], "tools": [ADD], "parallel_tool_calls": parallel}
                 await chat(client, **again)
-            assert live.session.turns == 2 and not live.session.rewritten
+            assert live.session.num_turns == 2 and not live.session.mismatch
 
     with served(WIDE, key="", template=template) as made:
         asyncio.run(go(made))
@@ -180,12 +199,12 @@ def test_parallel_results_in_the_plain_format_are_one_message(template: str) -> 
                 ]
                 whole = [*HELLO, said, *results, *extra]
                 await chat(client, whole, tools=[ADD])
-                (text,) = (made.app.writer.words(ids, special=True) for ids in observed(live.session))
+                (text,) = (made.app.renderer.decode(ids, special=True) for ids in observed(live.session))
                 assert "it is 0\nit is 1" + ("\nand now?" if extra else "") in text
             key, fresh = made.app.open(Session(9), WIDE)
             async with client_of(made.app, key) as client:  # the same history, which comes at once
                 await chat(client, whole, tools=[ADD])
-            assert made.app.writer.words(fresh.session.prompt, special=True).endswith(text)
+            assert made.app.renderer.decode(fresh.session.prompt, special=True).endswith(text)
 
     with served(WIDE, key="", template=template) as made:
         asyncio.run(go(made))
@@ -195,7 +214,7 @@ def test_a_completion_continues_a_text_and_not_its_end_token() -> None:
     from tokenizers.processors import TemplateProcessing
 
     async def go(made: Any) -> None:
-        tokenizer = made.app.writer.tokenizer
+        tokenizer = made.app.renderer.tokenizer
         end = tokenizer.eos_token
         special = [(end, tokenizer.eos_token_id)]
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {end}", special_tokens=special)
@@ -208,8 +227,8 @@ def test_a_completion_continues_a_text_and_not_its_end_token() -> None:
                 assert answer.json()["prompt_token_ids"] == tokenizer(prompt, add_special_tokens=False)["input_ids"]
             assert (await post(client, "/v1/completions", prompt="", max_tokens=2)).status_code == 400
 
-    with served(rules_of(), key=KEY) as made:
-        made.app.writer.tokenizer = copy.deepcopy(made.lm.tokenizer)
+    with served(settings_of(), key=KEY) as made:
+        made.app.renderer.tokenizer = copy.deepcopy(made.lm.tokenizer)
         asyncio.run(go(made))
 
 
@@ -224,7 +243,7 @@ def test_ids_of_calls_that_are_spelled_like_other_ids_stay_with_their_results() 
             assert [call["id"] for call in said["tool_calls"]] == ids
             results = [{"role": "tool", "tool_call_id": each, "content": f"[{i}]"} for i, each in enumerate(ids)]
             await chat(client, [*HELLO, said, *results], tools=[ADD])
-        (text,) = (made.app.writer.words(part, special=True) for part in observed(live.session))
+        (text,) = (made.app.renderer.decode(part, special=True) for part in observed(live.session))
         for i, each in enumerate(ids):
             assert f'{{"content": [{i}], "call_id": "{each}"}}' in text, text
 
@@ -237,10 +256,10 @@ def test_a_template_that_writes_no_control_token_behind_a_message_opens_no_thoug
     turn = [*tokenizer("It is 4.", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     for ending, reasoning in (("", ""), ("<think>", "It is 4.")):
         tokenizer.chat_template = OWN["numbered rounds"].replace("A:", f"A:{ending}")
-        writer = ChatWriter(tokenizer, stop_ids("qwen3", tokenizer))
+        renderer = ChatRenderer(tokenizer, stop_ids("qwen3", tokenizer))
         for content in ("What is 2+2? <think>", "</think>", "What is 2+2?"):
-            prompt = writer.first([{"role": "user", "content": content}], [])
-            assert writer.read(turn, [], (), prompt).reasoning == reasoning, (ending, content)
+            prompt = renderer.render_prompt([{"role": "user", "content": content}], [])
+            assert renderer.parse_turn(turn, [], (), prompt).reasoning == reasoning, (ending, content)
 
 
 @pytest.mark.parametrize(
@@ -256,12 +275,16 @@ def test_a_template_that_writes_no_control_token_behind_a_message_opens_no_thoug
 )
 def test_parameters_of_a_tool_that_are_no_schema_are_refused(parameters: Any) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    with pytest.raises(InvalidMessageError, match=r"tools\[0\].function.parameters: a JSON schema of an object"):
-        read_tools([tool], 4)
+    with pytest.raises(ValidationError) as error:
+        ChatRequest.model_validate({"messages": HELLO, "tools": [tool]})
+    assert re.match(
+        r"tools\[0\].function.parameters: should be (the JSON schema|a valid dictionary)",
+        describe_error(error.value, ChatRequest),
+    )
     right = {"properties": {"x": {"type": ["integer", "null"]}}, "required": ["x"]}
     fine = {"type": "function", "function": {"name": "f", "parameters": right}}
-    assert read_tools([fine], 1) == [fine]
-    with pytest.raises(InvalidMessageError, match="a list of at most 1"):
-        read_tools([fine, fine], 1)
-    with pytest.raises(InvalidMessageError, match=r"tools\[1\]: a tool is"):
-        read_tools([fine, {"function": {"name": ""}}], 2)
+    assert ChatRequest.model_validate({"messages": HELLO, "tools": [fine]}).tools == [fine]
+    with pytest.raises(ValidationError, match="at most 128 items"):
+        ChatRequest.model_validate({"messages": HELLO, "tools": [fine] * 129})
+    with pytest.raises(ValidationError, match="at least 1 character"):
+        ChatRequest.model_validate({"messages": HELLO, "tools": [fine, {"function": {"name": ""}}]})
