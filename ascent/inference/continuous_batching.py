@@ -329,7 +329,7 @@ def rollouts_from_conversations(
         values = [[*getattr(row, name), *[nothing] * (width - len(row.response))] for row in rows]
         return torch.tensor(values, dtype=kind).view(*shape, width)
 
-    mask, longest = grid("drawn", torch.bool), max(map(len, shared))
+    mask, longest = grid("sampled", torch.bool), max(map(len, shared))
     length = torch.tensor([len(row.response) for row in rows]).view(*shape, 1)
     notes = np.empty(len(rows), dtype=object)
     notes[:] = [row.note for row in rows]
@@ -340,7 +340,7 @@ def rollouts_from_conversations(
         mask=mask,
         present=torch.arange(width) < length,
         logp_sampler=grid("logp", torch.float32),
-        mass=None if whole else grid("mass", torch.float32, 1),
+        mass=None if whole else grid("kept_mass", torch.float32, 1),
         turn=grid("turn", torch.long),
         waited=grid("waited", torch.float32),
         limit=limit,
@@ -374,4 +374,4 @@ def _behind(record: RecordedConversation, shared: list[int]) -> RecordedConversa
     return record._replace(response=rest + record.response, **more)
 
 
-_NOTHING: dict[str, Any] = {"drawn": False, "logp": 0.0, "mass": 1.0, "turn": 0, "waited": 0.0}
+_NOTHING: dict[str, Any] = {"sampled": False, "logp": 0.0, "kept_mass": 1.0, "turn": 0, "waited": 0.0}
