@@ -20,7 +20,7 @@ from urllib.request import urlopen
 import pytest
 
 from ascent.core.errors import ConfigError
-from ascent.environments.agents import Agent, AgentResult, Assignment, read_agent
+from ascent.environments.agents import Agent, AgentResult, Assignment, make_agent
 from ascent.environments.agents.openenv_agent import describe_action
 from tests.environments.test_agents import EXAMPLES, given, guesses, keys_of, outcomes, trained
 from tests.fake_judge import Reply, serving
@@ -88,7 +88,7 @@ def rows(url: str) -> list[Assignment]:
 
 @pytest.fixture(scope="module")
 def guess() -> Iterator[Agent]:
-    with closing(read_agent(f"verifiers:{EXAMPLES}/guess_verifiers.py:{ENGINES}/verifiers")) as agent:
+    with closing(make_agent(f"verifiers:{EXAMPLES}/guess_verifiers.py:{ENGINES}/verifiers")) as agent:
         yield agent
 
 
@@ -128,7 +128,7 @@ def test_a_row_without_its_task_and_an_endpoint_that_refuses_are_errors(guess: A
 def test_a_plain_and_endless_taskset_needs_no_harness(tmp_path: Path) -> None:
     (tmp_path / "plain_taskset.py").write_text(PLAIN)
     (tmp_path / "env.toml").write_text('[env.taskset]\nid = "plain-taskset"\n[env.agent]\nmax_turns = 2\n')
-    agent = read_agent(f"verifiers:{tmp_path}/env.toml:{ENGINES}/verifiers")
+    agent = make_agent(f"verifiers:{tmp_path}/env.toml:{ENGINES}/verifiers")
     with serving(lambda *_: Reply(text="7")) as endpoint, closing(agent):
         made = outcomes(agent, [given("x", endpoint.url, task=12)])
     assert made == [AgentResult(1.0, "", {"short": 1.0, "length": 1.0, "turns": 1.0})]
@@ -140,7 +140,7 @@ def test_a_plain_and_endless_taskset_needs_no_harness(tmp_path: Path) -> None:
 
 def test_an_environment_that_breaks_is_the_error_of_its_own_episode(tmp_path: Path) -> None:
     (tmp_path / "broken_taskset.py").write_text(BROKEN)
-    agent = read_agent(f"verifiers:{tmp_path}/broken_taskset.py:{ENGINES}/verifiers")
+    agent = make_agent(f"verifiers:{tmp_path}/broken_taskset.py:{ENGINES}/verifiers")
     with serving(lambda *_: Reply(text="7")) as endpoint, closing(agent):
         asked = [given("x", endpoint.url, task=0), given("x", endpoint.url, task=3)]
         made = outcomes(agent, [*asked, given("x", endpoint.url, task=1, seconds=1.0)])
@@ -152,7 +152,7 @@ def test_an_environment_that_breaks_is_the_error_of_its_own_episode(tmp_path: Pa
 
 
 def test_a_taskset_that_is_not_there_says_so() -> None:
-    agent = read_agent(f"verifiers:no-such-taskset:{ENGINES}/verifiers")
+    agent = make_agent(f"verifiers:no-such-taskset:{ENGINES}/verifiers")
     with closing(agent), pytest.raises(ConfigError, match="taskset 'no-such-taskset' not found"):
         agent.rows(1)  # type: ignore[attr-defined]
 
@@ -181,7 +181,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_the_example_of_openenv_is_played_by_the_policy(server: str) -> None:
-    with serving(guesses) as endpoint, closing(read_agent(f"openenv:{server}")) as agent:
+    with serving(guesses) as endpoint, closing(make_agent(f"openenv:{server}")) as agent:
         made = outcomes(agent, rows(endpoint.url))
     assert [outcome.reward for outcome in made] == pytest.approx(WON)
     assert {outcome.error for outcome in made} == {""}
@@ -195,7 +195,7 @@ def test_what_openenv_calls_invalid_is_answered_and_may_be_tried_again(server: s
     def policy(prompt: str, _: int) -> Reply:
         return Reply(text="5" if "error" in prompt else "I do not know")
 
-    with serving(policy) as endpoint, closing(read_agent(f"openenv:{server}")) as agent:
+    with serving(policy) as endpoint, closing(make_agent(f"openenv:{server}")) as agent:
         (made,) = outcomes(agent, [given("Guess.", endpoint.url, seed=4)])
     assert made == AgentResult(1.0, "", {"actions": 1.0, "refused_actions": 1.0})
 

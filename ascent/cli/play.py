@@ -18,7 +18,7 @@ from ascent.build.trained_run import Run
 from ascent.cli.runs import LENGTHS, PolicyCommand
 from ascent.core.errors import ConfigError, RunError
 from ascent.core.types import Prompts
-from ascent.environments.episode_pool import EpisodePool, LocalEpisodes
+from ascent.environments.episode_pool import EpisodePool, InProcessEpisodePool
 from ascent.environments.episode_process import Source
 from ascent.environments.tool_chat import tool_instruction
 from ascent.environments.tools import Tools, load_tool, read_counts, schemas_of
@@ -218,7 +218,7 @@ def small_game(task: Any, seed: int) -> SmallGame:
     def show(words: str) -> str:
         return task.text(list(map(int, words.split()))) if words else ""
 
-    return SmallGame(problem, f"{problem.prompt}\n({rule})", LocalEpisodes(task.episode), read, show)
+    return SmallGame(problem, f"{problem.prompt}\n({rule})", InProcessEpisodePool(task.episode), read, show)
 
 
 def tokens_of(task: Any) -> dict[str, int]:
@@ -329,7 +329,7 @@ def play_environment(loaded: LoadedPolicy, seed: int, terminal: Terminal) -> Non
         loaded = replace(loaded, config=replace(loaded.config, task=answered))
     bound: Any = loaded.unscored_task()
     with closing(bound):
-        bound.player.pool = LocalEpisodes(_stand_in(task, bound, words, terminal))
+        bound.player.pool = InProcessEpisodePool(_stand_in(task, bound, words, terminal))
         try:
             tools = words and bool(task.tools)
             prompts = _first_words(bound, words and not tools, tools, seed, terminal)

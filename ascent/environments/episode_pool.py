@@ -26,7 +26,7 @@ from ascent.environments.episode_process import EpisodePlayer, Source
 from ascent.processes.call_loop import number_call
 from ascent.processes.channel import PolledChannel, poll_channels
 from ascent.processes.fork_server import ForkServer
-from ascent.processes.reward_calls import LARGEST, REASON, error_words, whole_text
+from ascent.processes.reward_calls import MAX_FLOAT32, MAX_REASON_CHARS, describe_error, replace_surrogates
 from ascent.processes.supervisor import START_SECONDS, Limits
 from ascent.processes.user_code import CODE
 from ascent.tasks.environment import Step
@@ -34,7 +34,7 @@ from ascent.tasks.text.text_task import Problem
 
 READ_SECONDS = 5.0
 """Seconds that the rest of an answer may take once its beginning has arrived."""
-OVER = "its episode is over, or has not begun"
+EPISODE_OVER = "its episode is over, or has not begun"
 PROGRAM = "ascent.environments.episode_process:serve_episodes"
 
 
@@ -99,7 +99,7 @@ class EpisodePool:
     def step(self, episode: int, action: str) -> None:
         self._check_owner()
         if episode not in self.episodes:
-            self.done.append(Reply(episode, None, OVER, 0.0))
+            self.done.append(Reply(episode, None, EPISODE_OVER, 0.0))
         elif self.episodes[episode].is_called:
             raise ValueError(f"episode {episode} has not answered yet")
         else:
@@ -158,7 +158,7 @@ class EpisodePool:
         try:
             state.number, state.line = number_call((verb, arguments))
         except Exception as error:
-            return self._fail(episode, f"the problem cannot be sent to a process: {error}"[:REASON])
+            return self._fail(episode, f"the problem cannot be sent to a process: {error}"[:MAX_REASON_CHARS])
         self.queue.append(episode)
         self._send_queued()
 
@@ -211,7 +211,7 @@ class EpisodePool:
             if not state.has_begun and reply.keys() == {"began"} and isinstance(reply["began"], float):
                 state.has_begun, state.deadline = True, min(reply["began"], time.monotonic()) + state.seconds
             elif not state.has_begun and reply.keys() == {"error"}:
-                return self._fail(episode, str(reply["error"])[:REASON])
+                return self._fail(episode, str(reply["error"])[:MAX_REASON_CHARS])
             elif reply.pop("number", None) != state.number:
                 return self._fail(episode, "its process sent an answer that is not the one to this turn")
             else:
@@ -228,13 +228,13 @@ class EpisodePool:
 
     def _answer(self, episode: int, state: "_Episode", reply: dict[str, Any]) -> None:
         self.deaths = 0
-        seconds, error, step = reply.get("seconds"), reply.get("error"), _read(reply.get("step"))
+        seconds, error, step = reply.get("seconds"), reply.get("error"), _parse_step(reply.get("step"))
         if not isinstance(seconds, float) or not seconds >= 0 or (not isinstance(error, str) and step is None):
-            self._fail(episode, f"its process sent what is not a step: {sorted(reply)}"[:REASON])
+            self._fail(episode, f"its process sent what is not a step: {sorted(reply)}"[:MAX_REASON_CHARS])
         elif seconds > state.seconds:
             self._fail(episode, self._late(state))
         elif error is not None:
-            self._fail(episode, whole_text(error), seconds)
+            self._fail(episode, replace_surrogates(error), seconds)
         else:
             state.line = b""
             del self.active[episode]
@@ -252,7 +252,7 @@ class EpisodePool:
     def _lose_server(self, reason: str) -> None:
         self.server, self.deaths = None, 0
         for episode in [episode for episode in self.queue if self.episodes[episode].channel is None]:
-            self._fail(episode, whole_text(reason))
+            self._fail(episode, replace_surrogates(reason))
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
@@ -313,24 +313,27 @@ class _Episode:
         return bool(self.line)
 
 
-def _read(sent: Any) -> Step | None:
+def _parse_step(sent: Any) -> Step | None:
     """A step as it was sent, if it has the fields of one."""
     if not isinstance(sent, list) or [type(value) for value in sent[1:]] != [float, bool, str]:
         return None
     observation, reward, done, reason = sent
-    if not math.isfinite(reward) or abs(reward) > LARGEST:
+    if not math.isfinite(reward) or abs(reward) > MAX_FLOAT32:
         return None
     if isinstance(observation, str):
-        return Step(whole_text(observation), reward, done, whole_text(reason))
+        return Step(replace_surrogates(observation), reward, done, replace_surrogates(reason))
     if not isinstance(observation, list) or not all(isinstance(message, dict) for message in observation):
         return None
     if not all(isinstance(value, str) for message in observation for value in message.values()):
         return None
-    messages = [{whole_text(name): whole_text(value) for name, value in message.items()} for message in observation]
-    return Step(messages, reward, done, whole_text(reason))
+    messages = [
+        {replace_surrogates(name): replace_surrogates(value) for name, value in message.items()}
+        for message in observation
+    ]
+    return Step(messages, reward, done, replace_surrogates(reason))
 
 
-class LocalEpisodes:
+class InProcessEpisodePool:
     """The same for environments that are trusted, in this process: no limits, and every call is answered at once.
 
     Their seconds count as none, so that the records of a run are the same every time.
@@ -349,7 +352,7 @@ class LocalEpisodes:
 
     def step(self, episode: int, action: str) -> None:
         if episode not in self.players:
-            self.done.append(Reply(episode, None, OVER, 0.0))
+            self.done.append(Reply(episode, None, EPISODE_OVER, 0.0))
         else:
             self._call(episode, "step", action)
 
@@ -358,7 +361,7 @@ class LocalEpisodes:
         try:
             step = getattr(self.players[episode], verb)(*arguments)
         except Exception as error:
-            words = whole_text(error_words(error))
+            words = replace_surrogates(describe_error(error))
         if words is not None:
             self.end(episode)
         self.done.append(Reply(episode, step, words, 0.0))

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 from ascent.processes.call_loop import answer_calls
 from ascent.processes.channel import Channel
 from ascent.processes.fork_server import serve_forks
-from ascent.processes.reward_calls import REASON, RewardCallError, read_number
+from ascent.processes.reward_calls import MAX_REASON_CHARS, RewardCallError, read_number
 from ascent.processes.user_code import CODE, load_code
 from ascent.tasks.environment import Environment, Step
 from ascent.tasks.text.text_task import Message
 
-OBSERVATION = 100_000
+MAX_OBSERVATION_CHARS = 100_000
 """The most characters of an observation. What is longer is cut, and says so."""
-STEP = "a step is Step(observation, reward, done, reason)"
+STEP_FORM = "a step is Step(observation, reward, done, reason)"
 
 
 class Source(NamedTuple):
@@ -37,29 +37,29 @@ class Source(NamedTuple):
 # ---- what an environment returns ----------------------------------------------------------------------
 
 
-def read_step(returned: Any) -> Step:
+def parse_step(returned: Any) -> Step:
     """A Step, or a tuple of the same shape; an error that says what it was instead."""
     if not isinstance(returned, tuple) or not 2 <= len(returned) <= 4:
         what = f"tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
-        raise RewardCallError(f"step returned a {what}: {STEP}")
+        raise RewardCallError(f"step returned a {what}: {STEP_FORM}")
     observation, reward, done, reason = Step(*returned)
     if isinstance(done, str) or done not in (True, False):
         raise RewardCallError(f"step returned {done!r:.40} for done: it is True or False")
     if not isinstance(reason, str):
-        raise RewardCallError(f"step returned a {type(reason).__name__} for the reason: {STEP}")
+        raise RewardCallError(f"step returned a {type(reason).__name__} for the reason: {STEP_FORM}")
     number = read_number(reward, "the reward of a step is one finite number")
-    return Step(read_observation(observation), number, bool(done), reason[:REASON])
+    return Step(parse_observation(observation), number, bool(done), reason[:MAX_REASON_CHARS])
 
 
-def read_observation(observation: Any) -> str | list[Message]:
+def parse_observation(observation: Any) -> str | list[Message]:
     """Words, or the messages of a chat, cut to what is allowed."""
     if isinstance(observation, str):
-        return _cut(observation, OBSERVATION)
+        return _cut(observation, MAX_OBSERVATION_CHARS)
     if not isinstance(observation, Sequence) or isinstance(observation, bytes | bytearray):
         raise RewardCallError(
             f"step returned a {type(observation).__name__} as its observation: it is text or a list of messages"
         )
-    room, messages = OBSERVATION, list[Message]()
+    room, messages = MAX_OBSERVATION_CHARS, list[Message]()
     for message in observation:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise RewardCallError(f"step returned the message {message!r:.60}: a message has a role and a content")
@@ -113,11 +113,11 @@ class EpisodePlayer:
         rng.seed(own)
         if not isinstance(observation, str | None):
             raise RewardCallError(f"begin returned a {type(observation).__name__}: it returns text, or None")
-        return Step(_cut(observation or "", OBSERVATION))
+        return Step(_cut(observation or "", MAX_OBSERVATION_CHARS))
 
     def step(self, action: str) -> Step:
         assert self.environment is not None
-        return read_step(self.environment.step(action))
+        return parse_step(self.environment.step(action))
 
     def close(self) -> None:
         if self.environment is not None and hasattr(self.environment, "close"):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ascent.processes.channel import Channel, ChannelClosedError, pickle_line, unpickle_line
-from ascent.processes.reward_calls import error_words
+from ascent.processes.reward_calls import describe_error
 
 NUMBER_LENGTH = 16
 
@@ -34,7 +34,7 @@ def answer_calls(channel: Channel, compute_answer: Callable[[Any], dict[str, Any
         try:
             answer = compute_answer(unpickle_line(line[NUMBER_LENGTH:]))
         except BaseException as error:  # also SystemExit: user code does not end this process
-            answer = {"error": error_words(error)}
+            answer = {"error": describe_error(error)}
         if os.getpid() != process:  # a child that the user code forked, and that returned from it too
             os._exit(0)
         channel.write({"number": line[:NUMBER_LENGTH].decode(), "seconds": time.monotonic() - start, **answer})

@@ -27,7 +27,7 @@ from ascent.processes.channel import (
     request_fork,
     unpickle_line,
 )
-from ascent.processes.reward_calls import RewardCallError, error_words
+from ascent.processes.reward_calls import RewardCallError, describe_error
 from ascent.processes.supervisor import START_SECONDS, Limits, SupervisedProcess, supervise
 
 
@@ -67,7 +67,7 @@ def serve_forks(channel: Channel, end_files: Sequence[int], load: Callable[[Any]
     except ChannelClosedError:
         return
     except BaseException as error:
-        return channel.write({"error": error_words(error)})
+        return channel.write({"error": describe_error(error)})
     gc.collect()
     gc.freeze()  # memory pages that a collection would write to stay shared with the forks
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors that end leave no zombies

@@ -22,16 +22,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 if TYPE_CHECKING:
     import asyncio
 
-LARGEST = 3.4028234663852886e38
+MAX_FLOAT32 = 3.4028234663852886e38
 """Of a float32: what is larger would be infinite in the batch."""
-REASON = 300
+MAX_REASON_CHARS = 300
 """Characters of a reason that are kept."""
-FORM = "a reward returns one number, (number, reason), or None where it is not for this row"
-ONE, GROUP, TRL = ("prompt", "response", "answer"), ("prompts", "responses", "answers"), ("prompts", "completions")
+REWARD_FORM = "a reward returns one number, (number, reason), or None where it is not for this row"
+SINGLE_FORM, GROUP_FORM, TRL_FORM = (
+    ("prompt", "response", "answer"),
+    ("prompts", "responses", "answers"),
+    ("prompts", "completions"),
+)
 """The parameters of the three forms, beside columns."""
 
 
-class Job(NamedTuple):
+class RewardJob(NamedTuple):
     """One reward to compute."""
 
     grader: int
@@ -89,15 +93,15 @@ class RewardCall:
 
     @property
     def grouped(self) -> bool:
-        return self.form != ONE
+        return self.form != SINGLE_FORM
 
     @property
     def takes_answer(self) -> bool:
         return self.placed is not None or self.names is None or bool(self.names & {"answer", "answers"})
 
-    def start(self, jobs: Sequence[Job]) -> Any:
+    def start(self, jobs: Sequence[RewardJob]) -> Any:
         """What the function returns (to be awaited, if it is async) for one response, or for the group."""
-        if self.form == ONE:
+        if self.form == SINGLE_FORM:
             (job,) = jobs
             given: dict[str, Any] = {"prompt": job.prompt, "response": job.response, "answer": job.answer}
             columns = dict(job.columns)
@@ -106,7 +110,7 @@ class RewardCall:
             columns = {name: [job.columns[name] for job in jobs] for name in shared}
             prompts, answers = [job.prompt for job in jobs], [job.answer for job in jobs]
             given = {"prompts": prompts, "responses": [job.response for job in jobs], "answers": answers}
-            if self.form == TRL:
+            if self.form == TRL_FORM:
                 given = {"prompts": prompts, "completions": [_as_message(job) for job in jobs]}
                 columns = {"answer": answers} | columns if any(a is not None for a in answers) else columns
         if self.placed is None:
@@ -120,18 +124,18 @@ class RewardCall:
     def read(self, returned: Any, count: int) -> list[dict[str, Any]]:
         """What was returned, as one answer per response."""
         if not self.grouped:
-            return [read_reward(returned)]
+            return [parse_reward(returned)]
         values = returned.tolist() if hasattr(returned, "tolist") else returned
         if not isinstance(values, list | tuple) or len(values) != count:
             got = f"{len(values)} values" if isinstance(values, list | tuple) else type(returned).__name__
             raise RewardCallError(
                 f"returned {got} for a group of {count}: it takes a group, so it returns a list, one for each"
             )
-        return [read_reward(value) for value in values]
+        return [parse_reward(value) for value in values]
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Refuse what the rows do not have, and a name that could be a column or a place."""
-        known = {*columns, *(["answer"] if self.form == TRL else [])}
+        known = {*columns, *(["answer"] if self.form == TRL_FORM else [])}
         missing = [name for name in self.required if name not in known]
         there = ", ".join(sorted(known)) or "none beside the prompt and the answer"
         if missing:
@@ -146,7 +150,7 @@ class RewardCall:
                 )
 
 
-def read_call(reward: Callable[..., Any]) -> RewardCall:
+def parse_reward_signature(reward: Callable[..., Any]) -> RewardCall:
     """The form of a function by its signature; one that could be several is refused."""
     function, marked = (reward.function, reward.batch) if isinstance(reward, Reward) else (reward, False)
     awaited = any(map(inspect.iscoroutinefunction, (function, vars(type(function)).get("__call__"))))
@@ -160,15 +164,15 @@ def read_call(reward: Callable[..., Any]) -> RewardCall:
     places = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     only_placed = {p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_ONLY}
     named = {p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    form = TRL if "completions" in named else GROUP if marked else ONE
-    if form == ONE and (plural := sorted(named & {*GROUP, "completion"})):
+    form = TRL_FORM if "completions" in named else GROUP_FORM if marked else SINGLE_FORM
+    if form == SINGLE_FORM and (plural := sorted(named & {*GROUP_FORM, "completion"})):
         raise RewardCallError(
             f"it has a parameter {plural[0]}: does it take one response or a group? f(prompt, response, answer) takes "
             "one; for a group, f(prompts, responses, answers), mark it with @ascent.batch"
         )
     enough = len(places) >= 3 or inspect.Parameter.VAR_POSITIONAL in kinds
     moved = [name for place, name in enumerate(places) if name in form and form.index(name) != place]
-    placed = tuple(places[:3]) if form != TRL and enough and not moved else None
+    placed = tuple(places[:3]) if form != TRL_FORM and enough and not moved else None
     if (only_placed - {*places[:3]}) or (placed is None and (only_placed or not named & {*form})):
         raise RewardCallError(
             f"it takes {signature}: name its parameters {', '.join(form)} (those that it needs) or as columns of the "
@@ -181,34 +185,34 @@ def read_call(reward: Callable[..., Any]) -> RewardCall:
     return RewardCall(function, form, placed, names, required, awaited)
 
 
-def _as_message(job: Job) -> Any:
+def _as_message(job: RewardJob) -> Any:
     """A response as TRL has it: a message of the assistant where the prompt is a chat."""
     return job.response if isinstance(job.prompt, str) else [{"role": "assistant", "content": job.response}]
 
 
-def read_reward(returned: Any) -> dict[str, Any]:
+def parse_reward(returned: Any) -> dict[str, Any]:
     """A number or (number, reason), or None, as an answer; an error that says what it was instead."""
     if returned is None:
         return {"skipped": True}
     value, reason = returned, ""
     if isinstance(returned, tuple | list):
         if len(returned) != 2 or isinstance(returned, list):
-            raise RewardCallError(f"returned a {type(returned).__name__} of {len(returned)}: {FORM}")
+            raise RewardCallError(f"returned a {type(returned).__name__} of {len(returned)}: {REWARD_FORM}")
         value, reason = returned
-    return {"value": read_number(value), "reason": str(reason)[:REASON]}
+    return {"value": read_number(value), "reason": str(reason)[:MAX_REASON_CHARS]}
 
 
-def read_number(value: Any, form: str = FORM) -> float:
+def read_number(value: Any, form: str = REWARD_FORM) -> float:
     """A finite number, or an error that says what it was instead."""
     if not hasattr(type(value), "__float__"):
         raise RewardCallError(f"returned {type(value).__name__}: {form}")
     number = float(value)
-    if not math.isfinite(number) or abs(number) > LARGEST:
+    if not math.isfinite(number) or abs(number) > MAX_FLOAT32:
         raise RewardCallError(f"returned {number}: a reward is a finite number")
     return number
 
 
-def new_loop(call: RewardCall) -> "asyncio.AbstractEventLoop | None":
+def new_event_loop(call: RewardCall) -> "asyncio.AbstractEventLoop | None":
     """What an async function runs in; None for any other."""
     if not call.awaited:
         return None
@@ -217,8 +221,8 @@ def new_loop(call: RewardCall) -> "asyncio.AbstractEventLoop | None":
     return asyncio.new_event_loop()
 
 
-def compute(
-    call: RewardCall, jobs: Sequence[Job], loop: "asyncio.AbstractEventLoop | None", seconds: float
+def compute_rewards(
+    call: RewardCall, jobs: Sequence[RewardJob], loop: "asyncio.AbstractEventLoop | None", seconds: float
 ) -> list[dict[str, Any]]:
     """The answers of a function to these jobs: one, a group, or, of an async function, many at the same time."""
     if not call.awaited:
@@ -230,13 +234,13 @@ def compute(
     assert loop is not None
     parts = [jobs] if call.grouped else [[job] for job in jobs]
 
-    async def one(part: Sequence[Job]) -> list[dict[str, Any]]:
+    async def one(part: Sequence[RewardJob]) -> list[dict[str, Any]]:
         try:
             return call.read(await asyncio.wait_for(call.start(part), seconds), len(part))
         except TimeoutError:
             return [{"error": f"took longer than {seconds:g} s"}] * len(part)
         except BaseException as error:
-            return [{"error": error_words(error)}] * len(part)
+            return [{"error": describe_error(error)}] * len(part)
 
     async def every() -> list[list[dict[str, Any]]]:
         return await asyncio.gather(*(one(part) for part in parts))
@@ -244,22 +248,22 @@ def compute(
     return [answer for answers in loop.run_until_complete(every()) for answer in answers]
 
 
-def whole_text(words: str) -> str:
+def replace_surrogates(words: str) -> str:
     """Words of somebody else's code as text: half a surrogate is none, and no file would take it."""
     return words.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def error_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """What went wrong and, for an error in somebody's own code, in which line."""
     try:
         if isinstance(error, RewardCallError):
-            return str(error)[:REASON]
+            return str(error)[:MAX_REASON_CHARS]
         message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         files = [(Path(f.filename), f.lineno) for f in traceback.extract_tb(error.__traceback__)]
         ours = Path(__file__).parents[1]
         own = [(file, line) for file, line in files if ours not in file.parents and file.is_file()]
         library = Path(os.__file__).parent
         own = [(file, n) for file, n in own if "site-packages" not in file.parts and library not in file.parents] or own
-        return message[:REASON] + (f" ({own[-1][0].name}, line {own[-1][1]})" if own else "")
+        return message[:MAX_REASON_CHARS] + (f" ({own[-1][0].name}, line {own[-1][1]})" if own else "")
     except BaseException as worse:  # an error whose own words are broken
         return f"{type(error).__name__}, and {type(worse).__name__} when asked for its words"

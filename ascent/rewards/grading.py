@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Any
 
-from ascent.processes.reward_calls import Job, RewardCall, compute, error_words, new_loop
+from ascent.processes.reward_calls import RewardCall, RewardJob, compute_rewards, describe_error, new_event_loop
 from ascent.tasks.python_objects import pickled
 from ascent.tasks.reward_sources import FUNCTIONS, OWN, call_of, find_function
-from ascent.tasks.reward_worker import Grader
+from ascent.tasks.reward_worker import RewardSpec
 from ascent.tasks.reward_worker_pool import Limits, PendingCall, RewardOutcome, RewardWorkerPool
 from ascent.tasks.text.answer_checking import on_one_line
 from ascent.tasks.text.text_task import Message, Problem, TextTask
@@ -54,7 +54,7 @@ class Grading:
         self._in_processes = {OWN: _grader(source, settings)}
         self._in_processes |= {name: _grader(name) for name in loaded if name not in here}
         boxed = [name for name in functions if name not in loaded]
-        self._in_processes |= {name: Grader(name, sandbox=tuple(task.sandbox_settings)) for name in boxed}
+        self._in_processes |= {name: RewardSpec(name, sandbox=tuple(task.sandbox_settings)) for name in boxed}
         limits = Limits(task.reward_seconds, task.reward_memory, task.reward_env)
         self.workers = task.reward_workers or min(MOST_WORKERS, count_cores())
         self.pool = RewardWorkerPool(list(self._in_processes.values()), self.workers, limits)
@@ -96,7 +96,7 @@ class Grading:
         places = [place for place in places if (place[2][0], place[1]) not in begun]
         here = [(0, source, part) for source in self._here for part in self._parts(self._calls[source], responses)]
 
-        def jobs(grader: int, part: list[int]) -> list[Job]:
+        def jobs(grader: int, part: list[int]) -> list[RewardJob]:
             return [_job(grader, *responses[i]) for i in part]
 
         made = self.pool.run_calls([jobs(grader, part) for grader, _, part in places])
@@ -156,14 +156,16 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _job(grader: int, problem: Problem, response: str) -> Job:
-    return Job(grader, problem.prompt, response, problem.answer, problem.columns)
+def _job(grader: int, problem: Problem, response: str) -> RewardJob:
+    return RewardJob(grader, problem.prompt, response, problem.answer, problem.columns)
 
 
-def _grader(source: str, settings: Mapping[str, Any] | None = None) -> Grader:
+def _grader(source: str, settings: Mapping[str, Any] | None = None) -> RewardSpec:
     """What a process needs for a reward: where its code is, or the code itself."""
     given = source.startswith("object:")
-    return Grader(source, settings, sent=pickled(source, "reward" if settings is None else "task") if given else None)
+    return RewardSpec(
+        source, settings, sent=pickled(source, "reward" if settings is None else "task") if given else None
+    )
 
 
 class InProcess:
@@ -171,17 +173,17 @@ class InProcess:
 
     def __init__(self, call: RewardCall, seconds: float):
         self.call, self.seconds = call, seconds
-        self.loop = new_loop(call)
+        self.loop = new_event_loop(call)
         self.thread = ThreadPoolExecutor(1, "ascent-reward") if call.awaited else None
 
-    def __call__(self, jobs: Sequence[Job]) -> list[RewardOutcome]:
+    def __call__(self, jobs: Sequence[RewardJob]) -> list[RewardOutcome]:
         try:
             if self.thread is None:
-                answers = compute(self.call, jobs, None, self.seconds)
+                answers = compute_rewards(self.call, jobs, None, self.seconds)
             else:
-                answers = self.thread.submit(compute, self.call, jobs, self.loop, self.seconds).result()
+                answers = self.thread.submit(compute_rewards, self.call, jobs, self.loop, self.seconds).result()
         except Exception as error:
-            return [RewardOutcome(error=error_words(error))] * len(jobs)
+            return [RewardOutcome(error=describe_error(error))] * len(jobs)
         return [RewardOutcome(**answer) for answer in answers]
 
     def close(self) -> None:

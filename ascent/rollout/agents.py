@@ -22,7 +22,7 @@ import torch
 import uvicorn
 
 from ascent.core.types import Prompts, Rollouts, Scores, at_last
-from ascent.environments.agents import Agent, AgentResult, Assignment, read_agent
+from ascent.environments.agents import Agent, AgentResult, Assignment, make_agent
 from ascent.environments.chat_session import ChatRenderer, Session
 from ascent.inference.request_queue import RecordedConversation, RequestQueue
 from ascent.processes.supervisor import START_SECONDS, Limits
@@ -271,7 +271,7 @@ def play_agents(task: Any, model: Any, bound: Any) -> Any:
         fixed=True,
     )
     limits = Limits(task.agent_seconds, task.reward_memory, task.reward_env)
-    agent = read_agent(task.agent, limits, task.turn_workers)
+    agent = make_agent(task.agent, limits, task.turn_workers)
     how = (task.agent_seconds, task.turn_workers)
     player = AgentPlayer(agent, problem, bound.messages, writer, rules, model.vocab, *how)
     return AgentTask(bound, player, words=True)

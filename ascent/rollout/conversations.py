@@ -17,7 +17,7 @@ import torch
 from ascent.core.errors import ConfigError
 from ascent.core.types import Prompts, Rollouts, Scores
 from ascent.environments.chat_templates import ChatTemplate, as_messages
-from ascent.environments.episode_pool import EpisodePool, LocalEpisodes, Reply
+from ascent.environments.episode_pool import EpisodePool, InProcessEpisodePool, Reply
 from ascent.environments.episode_process import Source
 from ascent.environments.tool_chat import ToolChat
 from ascent.environments.tools import COUNTED, Tools, load_tool, prepare_tools, read_counts, schemas_of
@@ -301,7 +301,7 @@ def play_small(task: Any) -> Any:
     if task.episode() is None:
         return task
     player = Player(
-        LocalEpisodes(task.episode),
+        InProcessEpisodePool(task.episode),
         task.problem,
         words=lambda turn, _: " ".join(map(str, turn)),
         tokens=lambda step, *_: [int(number) for number in str(step.observation).split()],

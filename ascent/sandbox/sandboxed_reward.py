@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 from ascent.core.errors import ConfigError
 from ascent.processes.channel import Channel, ChannelClosedError
 from ascent.processes.reward_calls import (
-    REASON,
-    Job,
+    MAX_REASON_CHARS,
     RewardCall,
     RewardCallError,
-    compute,
-    error_words,
-    new_loop,
-    read_call,
+    RewardJob,
+    compute_rewards,
+    describe_error,
+    new_event_loop,
+    parse_reward_signature,
 )
 from ascent.processes.user_code import load_code
 from ascent.sandbox.allowed_packages import PackageError, allowed_packages
@@ -86,7 +86,7 @@ class SandboxedReward:
         self.box = settings.make(GUEST, {"file": file, "name": name}, file)
         self.box.start()
 
-    def __call__(self, jobs: Sequence[Job], seconds: float) -> list[dict[str, Any]]:
+    def __call__(self, jobs: Sequence[RewardJob], seconds: float) -> list[dict[str, Any]]:
         sent = base64.b64encode(pickle.dumps([tuple(job) for job in jobs])).decode()
         try:
             with self.box.job() as job:
@@ -97,7 +97,7 @@ class SandboxedReward:
         if isinstance(answers, list) and len(answers) == len(jobs):
             return answers
         raise RewardCallError(
-            str(answer.get("error"))[:REASON] if isinstance(answer, dict) else "sent what is not a reward"
+            str(answer.get("error"))[:MAX_REASON_CHARS] if isinstance(answer, dict) else "sent what is not a reward"
         )
 
 
@@ -117,7 +117,7 @@ def _describe(source: str, settings: SandboxSettings, changed: int) -> RewardCal
         with reward.box, reward.box.job() as job:
             described = job.ask({"describe": True})
             if "error" in described:
-                raise RewardCallError(str(described["error"])[:REASON])
+                raise RewardCallError(str(described["error"])[:MAX_REASON_CHARS])
             form, placed, names, required, awaited = described["call"]
     except (JobEndedError, ValueError, KeyError, TypeError) as error:
         raise RewardCallError(f"it cannot be asked how it is called: {error}") from None
@@ -151,11 +151,11 @@ def serve_reward(settings: dict[str, Any]) -> Callable[[Channel], None]:
 
 def _answer(settings: dict[str, Any], question: dict[str, Any]) -> dict[str, Any]:
     try:
-        call = read_call(load_code(f"python:{settings['file']}:{settings['name']}"))
+        call = parse_reward_signature(load_code(f"python:{settings['file']}:{settings['name']}"))
         if "describe" in question:
             names = None if call.names is None else sorted(call.names)
             return {"call": [call.form, call.placed, names, call.required, call.awaited]}
-        jobs = [Job(*job) for job in pickle.loads(base64.b64decode(question["jobs"]))]
-        return {"answers": compute(call, jobs, new_loop(call), question["seconds"])}
+        jobs = [RewardJob(*job) for job in pickle.loads(base64.b64decode(question["jobs"]))]
+        return {"answers": compute_rewards(call, jobs, new_event_loop(call), question["seconds"])}
     except BaseException as error:
-        return {"error": error_words(error)}
+        return {"error": describe_error(error)}

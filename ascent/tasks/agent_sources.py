@@ -28,7 +28,7 @@ KINDS = ("python", "command", "verifiers", "openenv")
 FORMS = "python:FILE:NAME, command:WORDS, verifiers:NAME or openenv:URL"
 GIVEN = ("base_url", "key", "problem", "messages", "seed", "seconds")
 """What an agent's function may ask for by name; one with other names gets the first three by place."""
-FORM = "an agent is a function, f(base_url, key, problem), async or not"
+FUNCTION_FORM = "an agent is a function, f(base_url, key, problem), async or not"
 ASKING = 5.0
 """Seconds that a server of OpenEnv has to say that it is there."""
 
@@ -130,11 +130,11 @@ class Signature(NamedTuple):
 def read_signature(function: Any) -> Signature:
     """By its parameters; refused if they cannot be those of an agent."""
     if not callable(function) or isinstance(function, type):
-        raise RewardCallError(f"it is a {type(function).__name__}, and {FORM}")
+        raise RewardCallError(f"it is a {type(function).__name__}, and {FUNCTION_FORM}")
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        raise RewardCallError(f"its signature cannot be read: {FORM}") from None
+        raise RewardCallError(f"its signature cannot be read: {FUNCTION_FORM}") from None
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [p for p in parameters if p.default is p.empty and p.kind not in variable]
@@ -150,5 +150,6 @@ def read_signature(function: Any) -> Signature:
     if any(p.kind is p.VAR_POSITIONAL for p in parameters) and not needed:
         return Signature(function, None)
     raise RewardCallError(
-        f"it takes ({', '.join(map(str, parameters))}), and {FORM}; by name it may ask for any of {', '.join(GIVEN)}"
+        f"it takes ({', '.join(map(str, parameters))}), and {FUNCTION_FORM}; by name it may ask for any of "
+        f"{', '.join(GIVEN)}"
     )

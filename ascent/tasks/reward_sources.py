@@ -20,7 +20,7 @@ from typing import Any
 
 from ascent.core.errors import ConfigError
 from ascent.core.menu import nearest
-from ascent.processes.reward_calls import RewardCall, RewardCallError, read_call
+from ascent.processes.reward_calls import RewardCall, RewardCallError, parse_reward_signature
 from ascent.sandbox.sandboxed_reward import SandboxSettings, describe_sandboxed
 from ascent.tasks.python_objects import find_object, label_of, name_object
 from ascent.tasks.user_files import absolute_path, load_python
@@ -84,7 +84,7 @@ def call_of(source: str, columns: Collection[str] | None = None, sandbox: Sandbo
         if source.startswith("sandbox:"):
             call = describe_sandboxed(source, sandbox or SandboxSettings())
         else:
-            call = read_call(find_function(source))
+            call = parse_reward_signature(find_function(source))
         if columns is not None:
             call.check_columns(columns)
     except RewardCallError as error:

@@ -25,18 +25,18 @@ from typing import Any
 
 from ascent.processes.call_loop import number_call
 from ascent.processes.channel import PolledChannel, describe_exit, pickle_line, poll_channels
-from ascent.processes.reward_calls import REASON, Job, whole_text
+from ascent.processes.reward_calls import MAX_REASON_CHARS, RewardJob, replace_surrogates
 from ascent.processes.supervisor import START_SECONDS, Limits, SupervisedProcess
 from ascent.processes.user_code import CODE
-from ascent.tasks.reward_worker import Grader
+from ascent.tasks.reward_worker import RewardSpec
 
-GRACE = 1.0
+GROUP_GRACE_SECONDS = 1.0
 """Seconds more that many jobs may take together: those that run at the same time have their own limits inside."""
-AHEAD, PACKET = 0.005, 1 << 15
+MAX_SECONDS_AHEAD, MAX_BYTES_AHEAD = 0.005, 1 << 15
 """Seconds' worth of rewards that a process is sent at once, and bytes of them: it never waits to be read."""
-KINDS = {"value": float, "strict": bool, "lenient": bool, "reason": str, "error": str, "skipped": bool}
+FIELD_TYPES = {"value": float, "strict": bool, "lenient": bool, "reason": str, "error": str, "skipped": bool}
 """The fields of an answer."""
-GLANCE = 0.5
+POLL_SECONDS = 0.5
 """Seconds after which to look whether a silent process is still there."""
 
 
@@ -58,14 +58,14 @@ class RewardOutcome:
         """Words of a reward or a judge are text from here on."""
         for name in ("reason", "error"):
             if words := getattr(self, name):
-                object.__setattr__(self, name, whole_text(words))
+                object.__setattr__(self, name, replace_surrogates(words))
 
 
 @dataclass(eq=False)
 class PendingCall:
     """A call that a pool was handed: of one grader, on one job or on several that it takes together."""
 
-    jobs: Sequence[Job]
+    jobs: Sequence[RewardJob]
     outcomes: list[RewardOutcome] | None = None
     """Of each job, once they are there."""
     again: bool = False
@@ -93,7 +93,7 @@ class RewardWorker(SupervisedProcess):
         """Note a call that is about to be sent, and return its message."""
         # The message first: a problem that cannot be pickled is an error of its call.
         number, line = number_call((seconds, [tuple(job) for job in call.jobs]))
-        self.calls.append((call, number, seconds + GRACE * (len(call.jobs) > 1)))
+        self.calls.append((call, number, seconds + GROUP_GRACE_SECONDS * (len(call.jobs) > 1)))
         return line
 
     def send_calls(self, lines: Sequence[bytes]) -> None:
@@ -127,11 +127,11 @@ class RewardWorkerPool:
     then a thread looks after the processes for as long as anything is open.
     """
 
-    def __init__(self, graders: Sequence[Grader], workers: int, limits: Limits):
+    def __init__(self, graders: Sequence[RewardSpec], workers: int, limits: Limits):
         self.graders = pickle_line(([tuple(grader) for grader in graders], CODE))
         self.count, self.limits = workers, limits
         self.workers: list[RewardWorker] = []
-        self.pace: float | None = None
+        self.seconds_per_call: float | None = None
         """Seconds of a call, as they were last."""
         self._start()
         weakref.finalize(self, _end_all, self.workers, self.process)
@@ -153,19 +153,19 @@ class RewardWorkerPool:
         weakref.finalize(self, _close, self.wake_end, wait_end)
         self.broken: str | None = None
 
-    def run(self, jobs: Sequence[Job]) -> list[RewardOutcome]:
+    def run(self, jobs: Sequence[RewardJob]) -> list[RewardOutcome]:
         """The outcome of every job, in their order."""
         return [outcome for (outcome,) in self.run_calls([[job] for job in jobs])]
 
-    def run_calls(self, calls: Sequence[Sequence[Job]]) -> list[list[RewardOutcome]]:
+    def run_calls(self, calls: Sequence[Sequence[RewardJob]]) -> list[list[RewardOutcome]]:
         """The outcomes of calls, each of one grader on one job or on several that it takes together."""
         return self.results(self._queue(calls, beside=False))
 
-    def begin(self, calls: Sequence[Sequence[Job]]) -> list[PendingCall]:
+    def begin(self, calls: Sequence[Sequence[RewardJob]]) -> list[PendingCall]:
         """Let these be computed from now on, without waiting for them."""
         return self._queue(calls, beside=True)
 
-    def _queue(self, calls: Sequence[Sequence[Job]], beside: bool) -> list[PendingCall]:
+    def _queue(self, calls: Sequence[Sequence[RewardJob]], beside: bool) -> list[PendingCall]:
         if self.process != os.getpid():  # a fork of ours: the processes are its parent's, and so is the thread
             self.workers[:] = []
             self._start()
@@ -189,7 +189,7 @@ class RewardWorkerPool:
                     continue
                 with self.news:
                     if missing[-1].outcomes is None and self.thread is not None:
-                        self.news.wait(GLANCE)
+                        self.news.wait(POLL_SECONDS)
         finally:  # interrupted: what is still at work would answer the next call
             self._give_up([call for call in missing if call.outcomes is None])
         return [call.outcomes or [] for call in begun]
@@ -234,9 +234,12 @@ class RewardWorkerPool:
         while len(self.workers) < min(self.count, len(self.waiting) + at_work):
             self.workers.append(RewardWorker(self.graders, self.limits))
         for worker in [w for w in self.workers if w.is_ready and not w.calls]:
-            fair, lines, size = len(self.waiting) // (2 * len(self.workers)), list[bytes](), 0
-            most = 1 if self.pace is None else max(1, min(fair, int(AHEAD / max(self.pace, 1e-6))))
-            while self.waiting and len(lines) < most and size < PACKET:
+            lines, size = list[bytes](), 0
+            max_calls = 1
+            if self.seconds_per_call is not None:
+                fair_share = len(self.waiting) // (2 * len(self.workers))
+                max_calls = max(1, min(fair_share, int(MAX_SECONDS_AHEAD / max(self.seconds_per_call, 1e-6))))
+            while self.waiting and len(lines) < max_calls and size < MAX_BYTES_AHEAD:
                 call = self.waiting.popleft()
                 try:
                     lines.append(worker.add_call(call, self.limits.seconds))
@@ -249,7 +252,7 @@ class RewardWorkerPool:
     def _collect(self) -> None:
         """Wait for the first reply, at most until the next deadline, and read all that have arrived."""
         active = [worker for worker in self.workers if worker.calls or not worker.is_ready]
-        seconds = min(min(worker.deadline for worker in active) - time.monotonic(), GLANCE)
+        seconds = min(min(worker.deadline for worker in active) - time.monotonic(), POLL_SECONDS)
         readable = poll_channels([self.wakeups, *(worker.channel for worker in active)], seconds)
         if self.wakeups in readable:
             self.wakeups.receive()
@@ -285,11 +288,11 @@ class RewardWorkerPool:
         call = worker.pop_call()
         outcomes = _outcomes(reply, len(call.jobs))
         if outcomes is None:
-            call.fail(f"its process sent what is not a reward: {sorted(reply)}"[:REASON])
+            call.fail(f"its process sent what is not a reward: {sorted(reply)}"[:MAX_REASON_CHARS])
         else:
             call.outcomes = outcomes
         if not worker.calls:
-            self.pace = (time.monotonic() - worker.start) / worker.num_sent
+            self.seconds_per_call = (time.monotonic() - worker.start) / worker.num_sent
         if has_ended or outcomes is None or (not worker.calls and worker.process.poll() is not None):
             self._drop(worker)
 
@@ -339,7 +342,7 @@ def _outcome(reply: Any) -> RewardOutcome | None:
     """An answer as an outcome, if it has the fields of one."""
     if not isinstance(reply, dict):
         return None
-    odd = any(type(value) is not KINDS.get(name) for name, value in reply.items())
+    odd = any(type(value) is not FIELD_TYPES.get(name) for name, value in reply.items())
     if odd or not reply.keys() & {"value", "error", "skipped"} or not math.isfinite(reply.get("value", 0.0)):
         return None
     return RewardOutcome(**reply)

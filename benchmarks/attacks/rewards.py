@@ -12,8 +12,9 @@ from typing import Any
 
 import ascent
 from ascent.processes import supervisor
+from ascent.processes.reward_calls import RewardJob
 from ascent.tasks import reward_worker_pool as worker_pool
-from ascent.tasks.reward_worker import Grader, Job
+from ascent.tasks.reward_worker import RewardSpec
 from ascent.tasks.reward_worker_pool import Limits, RewardOutcome, RewardWorkerPool
 from ascent.tasks.small import sorting
 from ascent.tasks.user_files import load_python
@@ -115,15 +116,17 @@ def daemons(prompt, response, answer):
 @contextmanager
 def pool_of(folder: Path, name: str, workers: int = 1, **limits: Any) -> Iterator[RewardWorkerPool]:
     (folder / "r.py").write_text(REWARDS)
-    pool = RewardWorkerPool([Grader(f"python:{folder / 'r.py'}:{name}")], workers, Limits(**{"seconds": 2.0, **limits}))
+    pool = RewardWorkerPool(
+        [RewardSpec(f"python:{folder / 'r.py'}:{name}")], workers, Limits(**{"seconds": 2.0, **limits})
+    )
     try:
         yield pool
     finally:
         pool.close()
 
 
-def jobs(*responses: object) -> list[Job]:
-    return [Job(0, "prompt", str(response), "answer", {}) for response in responses]
+def jobs(*responses: object) -> list[RewardJob]:
+    return [RewardJob(0, "prompt", str(response), "answer", {}) for response in responses]
 
 
 # ---- rewards of other responses ---------------------------------------------------------------------------
@@ -299,7 +302,7 @@ def grade_in_process() -> None:
         def __init__(self, source: str):
             self.function = load_python("--reward", source)
 
-        def run(self, jobs: list[Job]) -> list[RewardOutcome]:
+        def run(self, jobs: list[RewardJob]) -> list[RewardOutcome]:
             return [RewardOutcome(float(self.function(list(job.prompt), list(job.response)))) for job in jobs]
 
         def close(self) -> None: ...

@@ -17,9 +17,10 @@ from ascent.cli import runs as commands
 from ascent.core.errors import RunError
 from ascent.lab import page_base
 from ascent.lab.report import run_report as report
+from ascent.processes.reward_calls import RewardJob
 from ascent.runs.display import terminal as display
 from ascent.runs.rollout_files import write_parquet
-from ascent.tasks.reward_worker import Grader, Job
+from ascent.tasks.reward_worker import RewardSpec
 from ascent.tasks.reward_worker_pool import Limits, RewardOutcome, RewardWorkerPool
 from ascent.workflows import loaded_policy
 from benchmarks.attacks.attempt import Attack
@@ -33,8 +34,8 @@ EVIL = '</pre></script><script>alert(1)</script><img src=http://x.test/a onerror
 def broken_character(folder: Path) -> str | None:
     """A reward whose reason is half of a character: can its response still be recorded?"""
     (folder / "r.py").write_text("def f(prompt, response, answer):\n    return 1.0, 'why ' + chr(0xD83D)\n")
-    pool = RewardWorkerPool([Grader(f"python:{folder / 'r.py'}:f")], 1, Limits(5.0))
-    (found,) = pool.run([Job(0, "p", "r", None, {})])
+    pool = RewardWorkerPool([RewardSpec(f"python:{folder / 'r.py'}:f")], 1, Limits(5.0))
+    (found,) = pool.run([RewardJob(0, "p", "r", None, {})])
     pool.close()
     try:
         write_parquet(folder / "step.parquet", [{"group": 0, "sample": 0, "reason": found.reason}], 1)

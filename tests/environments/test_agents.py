@@ -24,8 +24,8 @@ from websockets.http11 import Response
 from ascent.build.trained_run import Run
 from ascent.cli.main import main
 from ascent.core.errors import ConfigError
-from ascent.environments.agents import Agent, AgentResult, Assignment, read_agent, verifiers_agent
-from ascent.environments.agents.agent_pool import CLOSED, PooledAgent, read_outcome
+from ascent.environments.agents import Agent, AgentResult, Assignment, make_agent, verifiers_agent
+from ascent.environments.agents.agent_pool import CLOSED_ERROR, PooledAgent, parse_outcome
 from ascent.environments.agents.openenv_agent import describe_action, read_action, show
 from ascent.processes.reward_calls import RewardCallError
 from ascent.processes.supervisor import Limits
@@ -115,7 +115,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def agent(folder: Path) -> Iterator[Agent]:
     os.environ["ASCENT_TEST_SECRET"] = os.environ["ASCENT_TEST_NAMED"] = "x"
-    with closing(read_agent(f"python:{folder}/own.py:agent", Limits(1.0, 4.0, ("ASCENT_TEST_NAMED",)))) as made:
+    with closing(make_agent(f"python:{folder}/own.py:agent", Limits(1.0, 4.0, ("ASCENT_TEST_NAMED",)))) as made:
         yield made
     del os.environ["ASCENT_TEST_SECRET"], os.environ["ASCENT_TEST_NAMED"]
 
@@ -200,7 +200,7 @@ def test_what_an_agent_leaves_running_ends_with_its_episode(agent: Agent) -> Non
 
 
 def test_a_process_of_which_nothing_is_left_running_plays_another_episode(folder: Path) -> None:
-    with closing(read_agent(f"python:{folder}/own.py:agent")) as agent:
+    with closing(make_agent(f"python:{folder}/own.py:agent")) as agent:
 
         def play(what: str, **more: Any) -> dict[str, Any]:
             (outcome,) = outcomes(agent, [given(what, **more)])
@@ -233,7 +233,7 @@ def test_the_random_numbers_of_an_agent_are_its_seeds(agent: Agent) -> None:
 
 
 def test_a_function_is_given_what_it_names(folder: Path) -> None:
-    with closing(read_agent(f"python:{folder}/own.py:plain")) as agent:
+    with closing(make_agent(f"python:{folder}/own.py:plain")) as agent:
         assert outcomes(agent, [given("x", key="four", seed=3)]) == [AgentResult(7.0)]
 
 
@@ -249,7 +249,7 @@ def test_an_agent_that_is_closed_under_way_says_so_and_can_be_used_again(agent: 
     run = iter(agent.run([given("hang"), given("bool")]))
     assert next(run) == (1, AgentResult(1.0))
     agent.close()
-    assert list(run) == [(0, AgentResult(error=CLOSED))]
+    assert list(run) == [(0, AgentResult(error=CLOSED_ERROR))]
     assert outcomes(agent, [given("bool")]) == [AgentResult(1.0)]
 
 
@@ -279,7 +279,7 @@ def test_a_file_that_does_not_load_in_the_process_is_every_episodes_error(tmp_pa
     file = tmp_path / "own.py"
     only_there = f"import os\nif os.getpid() != {os.getpid()}:\n    import nowhere_to_be_found\n"
     file.write_text(f"{only_there}def agent(base_url, key, problem): ...")
-    with closing(read_agent(f"python:{file}:agent")) as agent:
+    with closing(make_agent(f"python:{file}:agent")) as agent:
         made = outcomes(agent, [given("x"), given("y")])
     assert all(outcome.error.startswith("its agent cannot be loaded: ModuleNotFoundError") for outcome in made)
 
@@ -324,7 +324,7 @@ def guesses(prompt: str, _: int) -> Reply:
     ],
 )
 def test_a_process_that_sends_anything_else_is_an_error(line: str, error: str) -> None:
-    assert error in read_outcome(line).error
+    assert error in parse_outcome(line).error
 
 
 # ---- programs -------------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ def test_a_program_says_its_reward_in_its_last_line(folder: Path) -> None:
     whats: list[Any] = ["nothing", "environ", "fail", "flood", "odd", "leave"]
     asked = [given(what, seed=2) for what in whats]
     asked += [given("long", text="x" * 200_000)]
-    with closing(read_agent(f"command:{sys.executable} -IS {folder}/program.py", most=4)) as agent:
+    with closing(make_agent(f"command:{sys.executable} -IS {folder}/program.py", most=4)) as agent:
         made = outcomes(agent, asked)
         run = iter(agent.run([given("hang", file=str(pid)), given("nothing")]))
         assert next(run) == (1, AgentResult())
@@ -381,7 +381,7 @@ def test_a_program_says_its_reward_in_its_last_line(folder: Path) -> None:
 def test_the_example_as_a_program() -> None:
     with (
         serving(guesses) as endpoint,
-        closing(read_agent(f"command:{sys.executable} {EXAMPLES}/guess_program.py")) as agent,
+        closing(make_agent(f"command:{sys.executable} {EXAMPLES}/guess_program.py")) as agent,
     ):
         made = outcomes(agent, [given("Guess.", endpoint.url, answer=answer) for answer in ("5", "3", "4")])
     assert [outcome.reward for outcome in made] == [1.0, 0.7, 0.0]
@@ -454,7 +454,7 @@ def test_the_policy_plays_a_server_of_openenv(world: str) -> None:
             return Reply(text="12")
         return guesses("higher" if "too large" in prompt else prompt, 0)
 
-    with serving(policy) as endpoint, closing(read_agent(f"openenv:{world}")) as agent:
+    with serving(policy) as endpoint, closing(make_agent(f"openenv:{world}")) as agent:
         games = [("Guess.", 4), ("Guess.", 2), ("Guess.", 0), ("Bad.", 6), ("Broken.", 4)]
         asked = [given(words, endpoint.url, f"k{n}", seed=seed) for n, (words, seed) in enumerate(games)]
         made = outcomes(agent, asked)
@@ -476,7 +476,7 @@ def test_an_endpoint_that_says_no_more_ends_the_game_and_another_error_is_the_re
     def full(prompt: str, number: int) -> Reply:
         return Reply(raw=json.dumps({"error": {"code": "context_length_exceeded"}}).encode(), status=400)
 
-    with closing(read_agent(f"openenv:{world}")) as agent:
+    with closing(make_agent(f"openenv:{world}")) as agent:
         with serving(full) as endpoint:
             assert outcomes(agent, [given("Guess.", endpoint.url)])[0].reward == 0.0
         with serving(lambda *_: Reply(raw=b"busy", status=503)) as endpoint:
@@ -539,7 +539,7 @@ def environment(folder: Path) -> Path:
 
 
 def test_episodes_of_verifiers_come_back_with_reward_errors_and_metrics(environment: Path) -> None:
-    with closing(read_agent(f"verifiers:guess:{environment}")) as agent:
+    with closing(make_agent(f"verifiers:guess:{environment}")) as agent:
         made = outcomes(agent, [given("x", task=1), given("x", task="fail"), given("x", task=0.5)])
         assert agent.rows(2) == [{"prompt": "x", "task": 0}, {"prompt": "x", "task": 1}]  # type: ignore[attr-defined]
     assert made == [
@@ -563,33 +563,33 @@ def test_the_tasks_of_a_taskset_become_a_file_of_rows(environment: Path, tmp_pat
 
 
 def test_a_process_of_verifiers_that_dies_or_hangs_is_replaced(environment: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(verifiers_agent, "GRACE", 0.1)
-    with closing(read_agent(f"verifiers:guess:{environment}")) as agent:
+    monkeypatch.setattr(verifiers_agent, "GRACE_SECONDS", 0.1)
+    with closing(make_agent(f"verifiers:guess:{environment}")) as agent:
         died = outcomes(agent, [given("x", task="hang"), given("x", task="die")])
         hung = outcomes(agent, [given("x", task="hang", seconds=0.2)])
         assert outcomes(agent, [given("x", task=2)]) == [AgentResult(2.0, "", {"turns": 2.0})]
         run = iter(agent.run([given("x", task="hang"), given("x", task=3)]))
         assert next(run)[0] == 1
         agent.close()
-        assert list(run) == [(0, AgentResult(error=CLOSED))]
+        assert list(run) == [(0, AgentResult(error=CLOSED_ERROR))]
     assert died == [AgentResult(error="the process of verifiers ended: exit status 4")] * 2
     assert hung == [AgentResult(error="the process of verifiers no longer answers")]
 
 
 def test_the_deadline_of_an_episode_is_its_own_though_another_run_hears_that_it_began(environment: Path) -> None:
-    with closing(read_agent(f"verifiers:guess:{environment}")) as agent:
+    with closing(make_agent(f"verifiers:guess:{environment}")) as agent:
         long, bridge = (
             3600.0,
-            SimpleNamespace(hear=lambda _: [{"began": 7}], channel=SimpleNamespace(ended=""), ready=1),
+            SimpleNamespace(receive=lambda _: [{"began": 7}], channel=SimpleNamespace(ended=""), is_ready=1),
         )
         assert isinstance(agent, verifiers_agent.VerifiersAgent)
         agent.deadlines[7] = long, float("inf")
-        agent._hear(bridge)  # type: ignore[arg-type]
+        agent._read(bridge)  # type: ignore[arg-type]
         assert long < agent.deadlines[7][1] - time.monotonic() < float("inf")
 
 
 def test_a_taskset_that_is_not_there_is_the_error_of_its_episodes(environment: Path) -> None:
-    with closing(read_agent(f"verifiers:missing:{environment}")) as agent:
+    with closing(make_agent(f"verifiers:missing:{environment}")) as agent:
         (made,) = outcomes(agent, [given("x", task=1)])
         with pytest.raises(ConfigError, match="cannot be loaded: ModuleNotFoundError"):
             agent.rows(1)  # type: ignore[attr-defined]
@@ -623,7 +623,7 @@ def test_a_taskset_that_is_not_there_is_the_error_of_its_episodes(environment: P
 )
 def test_what_is_not_there_is_refused_before_anything_starts(folder: Path, text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        read_agent(text.replace("FOLDER", str(folder)))
+        make_agent(text.replace("FOLDER", str(folder)))
 
 
 def test_a_page_that_is_no_openenv_server_is_refused() -> None:

@@ -21,8 +21,8 @@ import cloudpickle
 import pytest
 
 from ascent.environments import episode_pool
-from ascent.environments.episode_pool import OVER, EpisodePool, LocalEpisodes, Reply
-from ascent.environments.episode_process import OBSERVATION, Source, load_environment
+from ascent.environments.episode_pool import EPISODE_OVER, EpisodePool, InProcessEpisodePool, Reply
+from ascent.environments.episode_process import MAX_OBSERVATION_CHARS, Source, load_environment
 from ascent.processes import channel as channel_module
 from ascent.processes.channel import MAX_MESSAGE_BYTES, PolledChannel
 from ascent.processes.fork_server import ForkServer
@@ -232,7 +232,7 @@ GOOD = {
     "a tuple": Step("x", 1.0, True),
     "true": Step("x", 1.0, True, "why"),
     "messages": Step([{"role": "tool", "content": "4"}, {"role": "user", "content": "go on"}], 1.0),
-    "long": Step("é" * OBSERVATION + " … (100,000 more characters are left out)"),
+    "long": Step("é" * MAX_OBSERVATION_CHARS + " … (100,000 more characters are left out)"),
     "surrogate": Step("\ufffd", 0.0, True, "\ufffd"),
     "print": Step("printed"),
     "forks": Step("parent"),
@@ -469,7 +469,7 @@ def test_what_an_episode_started_ends_with_it_and_its_environment_may_close(
 
 def test_calls_that_nobody_can_answer(pool: EpisodePool, odd: str) -> None:
     pool.step(77, "go")
-    assert pool.answers(1.0) == [Reply(77, None, OVER, 0.0)]
+    assert pool.answers(1.0) == [Reply(77, None, EPISODE_OVER, 0.0)]
     pool.begin(0, Problem("p", columns={"f": lambda: 1}), 7, 0)
     assert "cannot be sent" in str(heard(pool, 1)[0].error)
     begun(pool, 1)
@@ -536,7 +536,7 @@ def test_sources_a_function_settings_and_an_object_of_ours(
         (Source(odd.replace("Odd", "Broken")), "Broken made a Broken: an environment has begin and step"),
         (Source("__main__:Notebook", {}, sent), "^sent$"),
     ):
-        pools: list[Any] = [LocalEpisodes(load_environment(source))]
+        pools: list[Any] = [InProcessEpisodePool(load_environment(source))]
         pools += [EpisodePool(source, LIMITS)] if source.sent or source.settings.get("what") else []
         for each in pools:
             with closing(each) as pool:
@@ -552,7 +552,7 @@ def test_a_variable_that_the_user_names_is_seen(odd: str) -> None:
 
 
 def test_episodes_in_this_process_answer_the_same(pool: EpisodePool, odd: str) -> None:
-    with closing(LocalEpisodes(load_environment(Source(odd)))) as local:
+    with closing(InProcessEpisodePool(load_environment(Source(odd)))) as local:
         begun(local, 3)
         for episode, action in enumerate(("go", "crash", "a tuple")):
             local.step(episode, action)
@@ -560,7 +560,7 @@ def test_episodes_in_this_process_answer_the_same(pool: EpisodePool, odd: str) -
         assert answers[0].error is None and answers[2].step == GOOD["a tuple"]
         assert answers[1].step is None and re.search(BAD["crash"], str(answers[1].error))
         local.step(1, "go")
-        assert local.answers(60.0) == [Reply(1, None, OVER, 0.0)]
+        assert local.answers(60.0) == [Reply(1, None, EPISODE_OVER, 0.0)]
         with pytest.raises(ValueError, match="has begun already"):
             local.begin(0, Problem("p"), 7, 0)
 
@@ -744,7 +744,7 @@ def test_a_step_and_an_error_before_the_beginning(stand_in: EpisodePool) -> None
     found = answered(stand_in, {"number": "NUMBER", "seconds": 1.5, "step": STEP}, BEGAN)
     assert found == Reply(0, Step("seen", 0.5, False, "why"), None, 1.5)
     stand_in.end(0)
-    assert answered(stand_in, {"error": "x" * 999}).error == "x" * episode_pool.REASON
+    assert answered(stand_in, {"error": "x" * 999}).error == "x" * episode_pool.MAX_REASON_CHARS
 
 
 def test_an_episode_that_was_never_made_is_asked_for_again_and_only_once(stand_in: EpisodePool) -> None:

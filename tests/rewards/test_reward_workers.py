@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from ascent.core.errors import ConfigError
-from ascent.processes.reward_calls import Job
+from ascent.processes.reward_calls import RewardJob
 from ascent.rewards.grading import Grading, self_test
 from ascent.rewards.tokenized_task import TokenizedTask
 from ascent.settings import configure, flatten
 from ascent.tasks import Countdown, Jsonl, ReasoningGym
 from ascent.tasks.reward_sources import parse_rewards
-from ascent.tasks.reward_worker import Grader
+from ascent.tasks.reward_worker import RewardSpec
 from ascent.tasks.reward_worker_pool import Limits, RewardOutcome, RewardWorker, RewardWorkerPool
 from tests.tasks.test_text_tasks import Bytes, rollouts, sums
 
@@ -189,16 +189,16 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 def outcomes(own: Callable[[str], str]) -> dict[str, RewardOutcome]:
     """All of them in one go, good ones before, between and after."""
     asked = [x for bad in BAD for x in (bad, "plain")] + list(GOOD)
-    with closing(RewardWorkerPool([Grader(own("f"))], 2, Limits(1.5))) as pool:
-        pool.pace = 1e-4  # as if they had been quick before: several are sent at once
+    with closing(RewardWorkerPool([RewardSpec(own("f"))], 2, Limits(1.5))) as pool:
+        pool.seconds_per_call = 1e-4  # as if they had been quick before: several are sent at once
         found = pool.run([job(response) for response in asked])
     plain = [o for response, o in zip(asked, found, strict=True) if response == "plain"]
     assert all(o == RewardOutcome(1.0) for o in plain), "what failed beside them did them no harm"
     return dict(zip(asked, found, strict=True))
 
 
-def job(response: str, grader: int = 0, **columns: Any) -> Job:
-    return Job(grader, "prompt", response, "answer", columns or {"a": 2, "b": 3})
+def job(response: str, grader: int = 0, **columns: Any) -> RewardJob:
+    return RewardJob(grader, "prompt", response, "answer", columns or {"a": 2, "b": 3})
 
 
 @pytest.mark.long
@@ -246,7 +246,7 @@ def gone(pid: int) -> bool:
 
 
 def test_processes_are_kept_and_end_with_close(own: Callable[[str], str]) -> None:
-    pool = RewardWorkerPool([Grader(own("f"))], 2, Limits(60.0))
+    pool = RewardWorkerPool([RewardSpec(own("f"))], 2, Limits(60.0))
     assert pool.workers == [], "started on first use"
     pool.run([job("plain")] * 6)
     first = [worker.process.pid for worker in pool.workers]
@@ -260,7 +260,7 @@ def test_processes_are_kept_and_end_with_close(own: Callable[[str], str]) -> Non
 
 
 def test_a_forgotten_pool_leaves_no_process(own: Callable[[str], str]) -> None:
-    pool = RewardWorkerPool([Grader(own("f"))], 1, Limits(60.0))
+    pool = RewardWorkerPool([RewardSpec(own("f"))], 1, Limits(60.0))
     pool.run([job("plain")])
     pid = pool.workers[0].process.pid
     del pool
@@ -274,9 +274,9 @@ def test_quick_rewards_are_sent_several_at_once_and_one_that_fails_costs_no_othe
     sent: list[int] = []
     send = RewardWorker.send_calls
     monkeypatch.setattr(RewardWorker, "send_calls", lambda self, lines: sent.append(len(lines)) or send(self, lines))
-    with closing(RewardWorkerPool([Grader(own("f"))], 1, Limits(1.0))) as pool:
-        assert pool.run([job("plain")]) == [RewardOutcome(1.0)] and pool.pace is not None
-        pool.pace = 1e-4
+    with closing(RewardWorkerPool([RewardSpec(own("f"))], 1, Limits(1.0))) as pool:
+        assert pool.run([job("plain")]) == [RewardOutcome(1.0)] and pool.seconds_per_call is not None
+        pool.seconds_per_call = 1e-4
         asked = ["plain"] * 5 + ["child and exit"] + ["plain"] * 5 + ["hang"] + ["reason"] * 28
         found = pool.run([job(response) for response in asked])
         assert sent[:2] == [1, 20] and sum(sent) > 1 + len(asked), "what stood behind a failure is sent again"
@@ -284,14 +284,14 @@ def test_quick_rewards_are_sent_several_at_once_and_one_that_fails_costs_no_othe
             good = {"plain": RewardOutcome(1.0), "reason": RewardOutcome(0.5, reason="half")}.get(response)
             assert outcome == good if good else outcome.error, response
         sent.clear()
-        pool.pace = 1e-4
+        pool.seconds_per_call = 1e-4
         assert len(pool.run([job("x" * 20_000) for _ in range(40)])) == 40
         assert max(sent) == 2, "few where they are large"
 
 
 @pytest.mark.long
 def test_an_interrupted_call_does_not_answer_the_next_one(own: Callable[[str], str]) -> None:
-    pool = RewardWorkerPool([Grader(own("f"))], 1, Limits(30.0))
+    pool = RewardWorkerPool([RewardSpec(own("f"))], 1, Limits(30.0))
     pool.run([job("plain")])
 
     def interrupt() -> None:
@@ -311,15 +311,15 @@ def test_workers_die_with_a_parent_that_is_killed(own: Callable[[str], str]) -> 
     """Whatever they are doing: waiting, computing, or holding Python's lock inside C."""
     code = f"""
 import os, signal, threading
-from ascent.processes.reward_calls import Job
-from ascent.tasks.reward_worker import Grader
+from ascent.processes.reward_calls import RewardJob
+from ascent.tasks.reward_worker import RewardSpec
 from ascent.tasks.reward_worker_pool import Limits, RewardWorkerPool
-pool = RewardWorkerPool([Grader({own("f")!r})], 4, Limits(100.0))
-pool.run([Job(0, "p", "plain", None, {{}})] * 4)
+pool = RewardWorkerPool([RewardSpec({own("f")!r})], 4, Limits(100.0))
+pool.run([RewardJob(0, "p", "plain", None, {{}})] * 4)
 print(*[w.process.pid for w in pool.workers], flush=True)
 threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-pool.run([Job(0, "p", "daemons", None, {{}})])
-pool.run([Job(0, "p", response, None, {{}}) for response in ("hang", "hold the lock", "children")])
+pool.run([RewardJob(0, "p", "daemons", None, {{}})])
+pool.run([RewardJob(0, "p", response, None, {{}}) for response in ("hang", "hold the lock", "children")])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -333,7 +333,7 @@ pool.run([Job(0, "p", response, None, {{}}) for response in ("hang", "hold the l
 
 
 def test_a_reward_that_forks_gives_no_response_the_reward_of_another(own: Callable[[str], str]) -> None:
-    with closing(RewardWorkerPool([Grader(own("f"))], 2, Limits(60.0))) as pool:
+    with closing(RewardWorkerPool([RewardSpec(own("f"))], 2, Limits(60.0))) as pool:
         for first in (0, 100, 200):
             wanted = list(range(first, first + 8))
             outcomes = pool.run([job(f"fork{i}") for i in wanted])
@@ -341,7 +341,7 @@ def test_a_reward_that_forks_gives_no_response_the_reward_of_another(own: Callab
 
 
 def test_what_leaves_its_session_ends_with_its_process_too(own: Callable[[str], str]) -> None:
-    pool = RewardWorkerPool([Grader(own("f"))], 1, Limits(60.0))
+    pool = RewardWorkerPool([RewardSpec(own("f"))], 1, Limits(60.0))
     assert pool.run([job("daemons")]) == [RewardOutcome(1.0)]
     assert sleeping_soon(3)
     pool.close()
@@ -351,12 +351,12 @@ def test_what_leaves_its_session_ends_with_its_process_too(own: Callable[[str], 
 def test_a_reward_sees_no_secret_of_the_environment(own: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASCENT_SECRET", "key")
     for env, seen in (((), 0.0), (("ASCENT_SECRET",), 1.0)):
-        with closing(RewardWorkerPool([Grader(own("f"))], 1, Limits(60.0, env=env))) as pool:
+        with closing(RewardWorkerPool([RewardSpec(own("f"))], 1, Limits(60.0, env=env))) as pool:
             assert [o.value for o in pool.run([job("a secret"), job("a path")])] == [seen, 1.0]
 
 
 def test_a_reward_that_takes_too_much_memory_fails_alone(own: Callable[[str], str]) -> None:
-    with closing(RewardWorkerPool([Grader(own("f"))], 1, Limits(60.0, memory=0.5))) as pool:
+    with closing(RewardWorkerPool([RewardSpec(own("f"))], 1, Limits(60.0, memory=0.5))) as pool:
         outcomes = pool.run([job("a GiB"), job("plain")])
     assert "MemoryError" in str(outcomes[0].error) and outcomes[1] == RewardOutcome(1.0)
 
@@ -372,20 +372,20 @@ def test_limits_that_cannot_be_are_refused(name: str, value: Any, why: str) -> N
 
 def test_processes_that_cannot_start_are_an_error_and_no_endless_loop(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("import nothing_of_this_name\n")
-    with closing(RewardWorkerPool([Grader(f"python:{tmp_path / 'r.py'}:f")], 2, Limits(60.0))) as pool:
+    with closing(RewardWorkerPool([RewardSpec(f"python:{tmp_path / 'r.py'}:f")], 2, Limits(60.0))) as pool:
         found = pool.run([job("plain")] * 3)
     assert all("no process can compute rewards: ModuleNotFoundError" in str(o.error) for o in found)
 
 
 def test_a_problem_that_cannot_be_sent_is_an_error(own: Callable[[str], str]) -> None:
-    with closing(RewardWorkerPool([Grader(own("f"))], 1, Limits(60.0))) as pool:
+    with closing(RewardWorkerPool([RewardSpec(own("f"))], 1, Limits(60.0))) as pool:
         found = pool.run([job("plain", a=lambda: 1), job("plain")])
     assert "cannot be sent" in str(found[0].error)
     assert found[1] == RewardOutcome(1.0)
 
 
 def test_no_jobs_start_nothing(own: Callable[[str], str]) -> None:
-    pool = RewardWorkerPool([Grader(own("f"))], 2, Limits(60.0))
+    pool = RewardWorkerPool([RewardSpec(own("f"))], 2, Limits(60.0))
     assert pool.run([]) == []
     assert pool.workers == []
 

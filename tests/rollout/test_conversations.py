@@ -22,7 +22,7 @@ from ascent.core.errors import ConfigError, RunError
 from ascent.core.loop import score_rollouts
 from ascent.core.types import Prompts
 from ascent.environments.chat_templates import ChatTemplate
-from ascent.environments.episode_pool import LocalEpisodes
+from ascent.environments.episode_pool import InProcessEpisodePool
 from ascent.models.causal_lm import CausalLM, LanguageModel
 from ascent.rewards.small_task import BoundSmallTask
 from ascent.rollout.conversations import Player, play_small
@@ -407,7 +407,7 @@ def test_calls_that_are_under_way_together_each_get_their_own_replies(place: Pat
 
 
 def test_a_look_does_not_wait_for_episodes_that_begin() -> None:
-    class Slow(LocalEpisodes):
+    class Slow(InProcessEpisodePool):
         looks = 0
 
         def answers(self, wait: float) -> list[Any]:
@@ -458,7 +458,7 @@ def test_an_observation_that_cannot_be_shown_is_the_error_of_its_response(place:
 
     with closing(play_small(BoundSmallTask(replace(Swaps())))) as bound:
         prompts = bound.held_out(1)
-        bound.player.pool = LocalEpisodes(Odd)
+        bound.player.pool = InProcessEpisodePool(Odd)
         with closing(prompts.play(prompts, 2, [1, 2])) as episodes:
             episodes.submit_turn(0, [0])
             ((_, answer),) = episodes.poll(wait=True)
@@ -561,7 +561,7 @@ def test_tokens_that_no_tokenizer_would_write_stay_as_drawn(name: str, kind: str
     assert lm.tokenize(words) != script[:-1] and None not in script
     template = ChatTemplate(tokenizer, (), stops)
     player = Player(
-        LocalEpisodes(Echo),
+        InProcessEpisodePool(Echo),
         lambda *_: Problem("?"),
         lambda turn, _: lm.decode(turn[:-1]),
         tokens=lambda step, turn, history: template.render_observation(turn, step.observation, history),

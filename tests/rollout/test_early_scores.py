@@ -21,9 +21,9 @@ from ascent.inference.engine import LocalEngine
 from ascent.inference.runners.cuda_graph import graph_decoder
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
-from ascent.processes.reward_calls import Job
+from ascent.processes.reward_calls import RewardJob
 from ascent.rewards.tokenized_task import TokenizedTask
-from ascent.tasks.reward_worker import Grader
+from ascent.tasks.reward_worker import RewardSpec
 from ascent.tasks.reward_worker_pool import Limits, PendingCall, RewardOutcome, RewardWorkerPool
 from tests.language import model_of, prompts_of, sampler_of
 
@@ -68,8 +68,8 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return lambda name: f"python:{file}:{name}"
 
 
-def calls(folder: Path, *responses: str) -> list[list[Job]]:
-    return [[Job(0, str(folder), response, None, {})] for response in responses]
+def calls(folder: Path, *responses: str) -> list[list[RewardJob]]:
+    return [[RewardJob(0, str(folder), response, None, {})] for response in responses]
 
 
 def put(folder: Path, name: str, worth: float) -> None:
@@ -88,7 +88,7 @@ def soon(state: Callable[[], Any]) -> None:
 
 
 def test_what_is_begun_is_computed_while_nobody_waits(own: Callable[[str], str], tmp_path: Path) -> None:
-    with closing(RewardWorkerPool([Grader(own("gate"))], 2, Limits(60.0))) as pool:
+    with closing(RewardWorkerPool([RewardSpec(own("gate"))], 2, Limits(60.0))) as pool:
         slow, quick = pool.begin(calls(tmp_path, "slow", "quick"))
         put(tmp_path, "quick", 2)
         soon(lambda: quick.outcomes)
@@ -107,8 +107,8 @@ def test_what_is_begun_is_computed_while_nobody_waits(own: Callable[[str], str],
 
 def test_rewards_that_fail_are_the_same_errors_when_they_are_begun_early(own: Callable[[str], str]) -> None:
     asked = ["a", "die", "bb", "raise", "die", "ccc", "raise", "dddd"] * 3
-    with closing(RewardWorkerPool([Grader(own("odd"))], 2, Limits(60.0))) as pool:
-        pool.pace = 1e-4
+    with closing(RewardWorkerPool([RewardSpec(own("odd"))], 2, Limits(60.0))) as pool:
+        pool.seconds_per_call = 1e-4
         early = [outcome for call in asked for outcome in pool.begin(calls(Path(), call))]
         found = [outcome for (outcome,) in pool.results(early)]
         for response, outcome in zip(asked, found, strict=True):
@@ -118,14 +118,14 @@ def test_rewards_that_fail_are_the_same_errors_when_they_are_begun_early(own: Ca
 
 
 def test_a_reward_that_hangs_is_ended_though_nobody_waits(own: Callable[[str], str], tmp_path: Path) -> None:
-    with closing(RewardWorkerPool([Grader(own("gate"))], 1, Limits(0.3))) as pool:
+    with closing(RewardWorkerPool([RewardSpec(own("gate"))], 1, Limits(0.3))) as pool:
         (hanging,) = pool.begin(calls(tmp_path, "never"))
         soon(lambda: hanging.outcomes)
         assert "took longer than 0.3 s" in str(hanging.outcomes and hanging.outcomes[0].error)
 
 
 def test_a_pool_that_is_closed_leaves_neither_thread_nor_process(own: Callable[[str], str], tmp_path: Path) -> None:
-    pool = RewardWorkerPool([Grader(own("gate"))], 1, Limits(60.0))
+    pool = RewardWorkerPool([RewardSpec(own("gate"))], 1, Limits(60.0))
     begun = pool.begin(calls(tmp_path, "never", "nor this"))
     soon(lambda: pool.workers and pool.workers[0].calls)
     pids = [worker.process.pid for worker in pool.workers]
@@ -142,7 +142,7 @@ def test_a_thread_that_fails_leaves_the_error_to_whoever_waits(
         raise OSError("no more processes")
 
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    with closing(RewardWorkerPool([Grader(own("gate"))], 1, Limits(60.0))) as pool:
+    with closing(RewardWorkerPool([RewardSpec(own("gate"))], 1, Limits(60.0))) as pool:
         monkeypatch.setattr(pool, "_hand_out", broken)
         begun = pool.begin(calls(tmp_path, "never"))
         with pytest.raises(OSError, match="no more processes"):

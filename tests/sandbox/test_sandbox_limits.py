@@ -25,7 +25,7 @@ from ascent.core.errors import ConfigError
 from ascent.environments.python_tool import PythonSession, shared_box
 from ascent.environments.tools import prepare_tools
 from ascent.processes.channel import Channel
-from ascent.processes.reward_calls import Job, RewardCallError
+from ascent.processes.reward_calls import RewardCallError, RewardJob
 from ascent.sandbox import isolation, kernel_isolation
 from ascent.sandbox.allowed_packages import AllowedFinder
 from ascent.sandbox.program_judge import CodeProblem, ProgramJudge, Verdict
@@ -288,7 +288,7 @@ def test_files_of_the_host_keep_their_attributes_leases_and_locks(session: Sandb
 
 # ---- the file of a reward -------------------------------------------------------------------------------------------
 
-JOB = Job(0, "prompt", "response", None, {})
+JOB = RewardJob(0, "prompt", "response", None, {})
 IMPORTS = {
     "memory": ("held = bytearray(3 << 30)", "MemoryError"),
     "a daemon": (

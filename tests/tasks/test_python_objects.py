@@ -23,7 +23,16 @@ from ascent.cli.main import main
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.errors import ConfigError
 from ascent.core.menu import name_of
-from ascent.processes.reward_calls import GROUP, ONE, TRL, Job, RewardCallError, compute, error_words, read_call
+from ascent.processes.reward_calls import (
+    GROUP_FORM,
+    SINGLE_FORM,
+    TRL_FORM,
+    RewardCallError,
+    RewardJob,
+    compute_rewards,
+    describe_error,
+    parse_reward_signature,
+)
 from ascent.rewards.grading import Grading, InProcess
 from ascent.runs.display.terminal import Display
 from ascent.runs.run_writer import RunWriter
@@ -82,27 +91,27 @@ def own_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 @pytest.mark.parametrize(
     ("code", "form", "by_name"),
     [
-        ("def f(prompt, response, answer, **columns): ...", ONE, False),
-        ("def f(p, r, a): ...", ONE, False),
-        ("def f(question, response, answer, level): ...", ONE, False),
-        ("def f(response): ...", ONE, True),
-        ("def f(response, level): ...", ONE, True),
-        ("def f(response, answer, prompt): ...", ONE, True),
-        ("def f(*args): ...", ONE, False),
-        ("def f(*, response): ...", ONE, True),
-        ("f = lambda response: 0", ONE, True),
-        ("async def f(response): ...", ONE, True),
-        ("@ascent.batch\ndef f(prompts, responses, answers): ...", GROUP, False),
-        ("@ascent.batch\ndef f(a, b, c, **columns): ...", GROUP, False),
-        ("@ascent.batch\ndef f(responses): ...", GROUP, True),
-        ("def f(completions, **kwargs): ...", TRL, True),
-        ("def f(prompts, completions, answer, **kwargs): ...", TRL, True),
-        ("class F:\n    def __call__(self, response): ...\nf = F()", ONE, True),
-        ("import functools\nf = functools.partial(lambda k, response: k, 3)", ONE, True),
+        ("def f(prompt, response, answer, **columns): ...", SINGLE_FORM, False),
+        ("def f(p, r, a): ...", SINGLE_FORM, False),
+        ("def f(question, response, answer, level): ...", SINGLE_FORM, False),
+        ("def f(response): ...", SINGLE_FORM, True),
+        ("def f(response, level): ...", SINGLE_FORM, True),
+        ("def f(response, answer, prompt): ...", SINGLE_FORM, True),
+        ("def f(*args): ...", SINGLE_FORM, False),
+        ("def f(*, response): ...", SINGLE_FORM, True),
+        ("f = lambda response: 0", SINGLE_FORM, True),
+        ("async def f(response): ...", SINGLE_FORM, True),
+        ("@ascent.batch\ndef f(prompts, responses, answers): ...", GROUP_FORM, False),
+        ("@ascent.batch\ndef f(a, b, c, **columns): ...", GROUP_FORM, False),
+        ("@ascent.batch\ndef f(responses): ...", GROUP_FORM, True),
+        ("def f(completions, **kwargs): ...", TRL_FORM, True),
+        ("def f(prompts, completions, answer, **kwargs): ...", TRL_FORM, True),
+        ("class F:\n    def __call__(self, response): ...\nf = F()", SINGLE_FORM, True),
+        ("import functools\nf = functools.partial(lambda k, response: k, 3)", SINGLE_FORM, True),
     ],
 )
 def test_the_signature_says_how_a_function_is_called(code: str, form: tuple[str, ...], by_name: bool) -> None:
-    call = read_call(cell(code, ascent=ascent)["f"])
+    call = parse_reward_signature(cell(code, ascent=ascent)["f"])
     assert call.form == form and (call.placed is None) == by_name
     assert call.awaited == code.startswith("async")
 
@@ -121,7 +130,7 @@ def test_the_signature_says_how_a_function_is_called(code: str, form: tuple[str,
 )
 def test_a_signature_that_says_nothing_is_refused(code: str, why: str) -> None:
     with pytest.raises(RewardCallError) as error:
-        read_call(cell(code, ascent=ascent)["f"])
+        parse_reward_signature(cell(code, ascent=ascent)["f"])
     assert why in str(error.value)
 
 
@@ -129,21 +138,21 @@ def test_columns_that_are_missing_or_could_be_a_place_are_refused() -> None:
     with pytest.raises(
         RewardCallError, match="asks for solution, and the rows have no such column; there are: answer, level"
     ):
-        read_call(lambda completions, solution: 0).check_columns(["level"])
+        parse_reward_signature(lambda completions, solution: 0).check_columns(["level"])
     with pytest.raises(RewardCallError, match="its parameter level stands where the answer comes"):
-        read_call(lambda prompt, response, level: 0).check_columns(["level"])
-    read_call(lambda completions, answer, level, **rest: 0).check_columns(["level"])
+        parse_reward_signature(lambda prompt, response, level: 0).check_columns(["level"])
+    parse_reward_signature(lambda completions, answer, level, **rest: 0).check_columns(["level"])
 
 
-def jobs(count: int = 3, chat: bool = False) -> list[Job]:
+def jobs(count: int = 3, chat: bool = False) -> list[RewardJob]:
     prompt: Any = [{"role": "user", "content": "p"}] if chat else "p"
-    return [Job(0, prompt, f"r{i}", f"a{i}", {"level": i, "other": "x"}) for i in range(count)]
+    return [RewardJob(0, prompt, f"r{i}", f"a{i}", {"level": i, "other": "x"}) for i in range(count)]
 
 
-def values(function: Any, many: list[Job], seconds: float = 5.0) -> list[Any]:
-    call = read_call(function)
+def values(function: Any, many: list[RewardJob], seconds: float = 5.0) -> list[Any]:
+    call = parse_reward_signature(function)
     loop = asyncio.new_event_loop() if call.awaited else None
-    answers = compute(call, many, loop, seconds)
+    answers = compute_rewards(call, many, loop, seconds)
     if loop is not None:
         loop.close()
     return [answer.get("value", answer.get("error", answer.get("skipped"))) for answer in answers]
@@ -880,7 +889,7 @@ def test_a_signature_that_cannot_be_read(function: Any) -> None:
     with pytest.raises(
         RewardCallError, match=r"its signature cannot be read: wrap it in a function, f\(prompt, response"
     ):
-        read_call(function)
+        parse_reward_signature(function)
 
 
 @pytest.mark.parametrize(
@@ -896,13 +905,13 @@ def test_a_signature_that_cannot_be_read(function: Any) -> None:
 )
 def test_what_is_no_reward_says_what_it_is(returned: Any, why: str) -> None:
     with pytest.raises(RewardCallError) as error:
-        compute(read_call(lambda response: returned), jobs(1), None, 1.0)
+        compute_rewards(parse_reward_signature(lambda response: returned), jobs(1), None, 1.0)
     assert str(error.value).startswith(why)
 
 
 def test_the_largest_reward_and_one_with_a_reason() -> None:
     assert values(lambda response: -3e38, jobs(1)) == [-3e38]
-    assert compute(read_call(lambda response: (1, "w" * 400)), jobs(1), None, 1.0) == [
+    assert compute_rewards(parse_reward_signature(lambda response: (1, "w" * 400)), jobs(1), None, 1.0) == [
         {"value": 1.0, "reason": "w" * 300}
     ]
 
@@ -912,14 +921,14 @@ def test_an_error_whose_words_are_broken() -> None:
         def __str__(self) -> str:
             raise KeyError("no words")
 
-    assert error_words(MuteError()) == "MuteError, and KeyError when asked for its words"
+    assert describe_error(MuteError()) == "MuteError, and KeyError when asked for its words"
 
 
 def test_an_error_in_this_process_is_that_of_every_response() -> None:
     def fail(responses: list[str]) -> list[float]:
         raise ValueError(f"not for {len(responses)}")
 
-    outcomes = InProcess(read_call(ascent.batch(fail)), 1.0)(jobs(3))
+    outcomes = InProcess(parse_reward_signature(ascent.batch(fail)), 1.0)(jobs(3))
     assert len(outcomes) == 3
     assert all(
         re.fullmatch(r"ValueError: not for 3 \(test_python_objects.py, line \d+\)", o.error or "") for o in outcomes

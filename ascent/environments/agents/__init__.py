@@ -7,11 +7,11 @@ from ascent.processes.supervisor import Limits
 from ascent.tasks.agent_sources import agent_source, verify_agent
 
 __all__ = ["MODEL", "Agent", "AgentResult", "Assignment", "read_agent"]
-FREE = Limits(math.inf)
+NO_LIMITS = Limits(math.inf)
 """No limit of memory, and no environment variables beyond the usual ones."""
 
 
-def read_agent(text: str, limits: Limits = FREE, most: int = 64) -> Agent:
+def make_agent(text: str, limits: Limits = NO_LIMITS, most: int = 64) -> Agent:
     """The agent that a setting names: python:FILE:NAME, command:WORDS, verifiers:NAME, openenv:URL.
 
     ConfigError if it is not there; nothing is started before it runs. At most `most` episodes are run at once. The

@@ -20,34 +20,40 @@ from typing import Any
 from ascent.environments.agents.agent import AgentResult, Assignment
 from ascent.environments.episode_pool import EpisodePool, Reply
 from ascent.environments.episode_process import Source
-from ascent.processes.reward_calls import LARGEST, REASON, RewardCallError, read_number, whole_text
+from ascent.processes.reward_calls import (
+    MAX_FLOAT32,
+    MAX_REASON_CHARS,
+    RewardCallError,
+    read_number,
+    replace_surrogates,
+)
 from ascent.processes.supervisor import Limits
 
-GLANCE = 0.2
+POLL_SECONDS = 0.2
 """Seconds after which a run that waits lets others have the pool."""
-MOST = 64
+MAX_EPISODES = 64
 """The most episodes at once. Others wait for their turn, outside their deadlines."""
-KEPT, EPISODES = 256, 200
+MAX_IDLE_PROCESSES, MAX_EPISODES_PER_PROCESS = 256, 200
 """Processes that wait for another episode, and the most episodes of one."""
-METRICS, NAME = 32, 60
+MAX_METRICS, MAX_METRIC_NAME_CHARS = 32, 60
 """The most metrics of an episode, and characters of a metric's name."""
-CLOSED = "its agent was closed"
-ALONE = "\n"
+CLOSED_ERROR = "its agent was closed"
+REUSABLE_SUFFIX = "\n"
 """The end of an outcome whose process may play another episode."""
-FORM = "an agent returns a reward, None (the task scores the last answer), or {'reward': …, 'metrics': {…}}"
+AGENT_RESULT_FORM = "an agent returns a reward, None (the task scores the answer), or {'reward': …, 'metrics': {…}}"
 
 
 class PooledAgent:
     """An agent whose episodes are processes."""
 
-    def __init__(self, source: Source, limits: Limits, most: int = MOST):
+    def __init__(self, source: Source, limits: Limits, most: int = MAX_EPISODES):
         self.pool = EpisodePool(source, limits, most, what="agent")
         self.lock, self.numbers = threading.Lock(), itertools.count()
         self.outcomes: dict[int, AgentResult] = {}
         """Of episodes that have ended, until their run takes them."""
         self.idle: dict[int, int] = {}
         """The processes that wait for an episode, and how many more they may play."""
-        self.left: dict[int, int] = {}
+        self.num_left: dict[int, int] = {}
         """The same of those that are playing."""
 
     def run(self, assignments: Sequence[Assignment]) -> Iterator[tuple[int, AgentResult]]:
@@ -63,19 +69,19 @@ class PooledAgent:
             with self.lock:
                 for number in places:
                     self.pool.end(number)
-                    for kept in (self.outcomes, self.left, self.idle):
+                    for kept in (self.outcomes, self.num_left, self.idle):
                         kept.pop(number, None)
 
     def _begin(self, given: Assignment) -> int:
         """The number of the episode, in a process that waits for one or in a new one."""
         for number in [idle for idle in reversed(self.idle) if idle not in self.outcomes]:
-            left = self.idle.pop(number)
-            if left and self.pool.again(number, given, given.seed, given.seed, given.seconds):
-                self.left[number] = left - 1
+            num_left = self.idle.pop(number)
+            if num_left and self.pool.again(number, given, given.seed, given.seed, given.seconds):
+                self.num_left[number] = num_left - 1
                 return number
             self.pool.end(number)
         number = next(self.numbers)
-        self.left[number] = EPISODES - 1
+        self.num_left[number] = MAX_EPISODES_PER_PROCESS - 1
         self.pool.begin(number, given, given.seed, given.seed, given.seconds)
         return number
 
@@ -83,56 +89,62 @@ class PooledAgent:
         """Those of these episodes that have ended; waits a little for the first."""
         with self.lock:
             if not numbers.keys() & self.outcomes.keys():
-                for reply in self.pool.answers(GLANCE):
+                for reply in self.pool.answers(POLL_SECONDS):
                     self._take(reply)
             ended = [(number, self.outcomes.pop(number)) for number in numbers if number in self.outcomes]
             lost = [number for number in numbers if number not in self.pool.episodes] if not ended else []
         if not ended:
             time.sleep(0.001)  # a lock is nobody's turn: without a pause this thread would take it again
-        return ended or [(number, AgentResult(error=CLOSED)) for number in lost]
+        return ended or [(number, AgentResult(error=CLOSED_ERROR)) for number in lost]
 
     def _take(self, reply: Reply) -> None:
         """Keep the outcome, and the process if it may play another episode."""
-        number, left = reply.episode, self.left.pop(reply.episode, 0)
+        number, num_left = reply.episode, self.num_left.pop(reply.episode, 0)
         if reply.error is not None or reply.step is None:
-            outcome, alone = AgentResult(error=(reply.error or "it has no outcome")[: REASON * 2]), False
+            outcome, alone = AgentResult(error=(reply.error or "it has no outcome")[: MAX_REASON_CHARS * 2]), False
         else:
             line = str(reply.step.observation)
-            outcome, alone = read_outcome(line), line.endswith(ALONE)
+            outcome, alone = parse_outcome(line), line.endswith(REUSABLE_SUFFIX)
         self.outcomes[number] = outcome
-        if alone and left and not outcome.error and len(self.idle) < KEPT:
-            self.idle[number] = left
+        if alone and num_left and not outcome.error and len(self.idle) < MAX_IDLE_PROCESSES:
+            self.idle[number] = num_left
         else:
             self.pool.end(number)
 
     def close(self) -> None:
         with self.lock:
             self.idle.clear()
-            self.left.clear()
+            self.num_left.clear()
             self.pool.close()
 
 
 # ---- outcomes -------------------------------------------------------------------------------------------
 
 
-def written_outcome(returned: Any) -> str:
+def format_outcome(returned: Any) -> str:
     """What an agent returned, as the line that its process sends."""
     reward, metrics = returned, dict[str, Any]()
     if isinstance(returned, Mapping):
         if odd := [name for name in returned if name not in ("reward", "metrics")]:
-            raise RewardCallError(f"returned a dict with {odd[0]!r:.40} in it: {FORM}")
+            raise RewardCallError(f"returned a dict with {odd[0]!r:.40} in it: {AGENT_RESULT_FORM}")
         reward, metrics = returned.get("reward"), returned.get("metrics") or {}
-    if not isinstance(metrics, Mapping) or len(metrics) > METRICS:
-        raise RewardCallError(f"returned metrics that are not a dict of at most {METRICS} numbers: {FORM}")
+    if not isinstance(metrics, Mapping) or len(metrics) > MAX_METRICS:
+        raise RewardCallError(
+            f"returned metrics that are not a dict of at most {MAX_METRICS} numbers: {AGENT_RESULT_FORM}"
+        )
     for name in metrics:
-        if not isinstance(name, str) or not 0 < len(name) <= NAME:
-            raise RewardCallError(f"returned the metric {name!r:.80}: its name is text of at most {NAME} characters")
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_METRIC_NAME_CHARS:
+            raise RewardCallError(
+                f"returned the metric {name!r:.80}: its name is text of at most {MAX_METRIC_NAME_CHARS} characters"
+            )
     numbers = {name: read_number(value, f"the metric {name} is one finite number") for name, value in metrics.items()}
-    line = json.dumps({"reward": None if reward is None else read_number(reward, FORM), "metrics": numbers})
-    return line + ALONE if _alone() else line
+    line = json.dumps(
+        {"reward": None if reward is None else read_number(reward, AGENT_RESULT_FORM), "metrics": numbers}
+    )
+    return line + REUSABLE_SUFFIX if _nothing_else_runs() else line
 
 
-def _alone() -> bool:
+def _nothing_else_runs() -> bool:
     """Is nothing of the episode left but this process? Where that cannot be seen, it is not."""
     mine = str(os.getpid())
     try:
@@ -142,7 +154,7 @@ def _alone() -> bool:
     return threading.active_count() == 1 and below == [[], [mine]]
 
 
-def read_outcome(line: str) -> AgentResult:
+def parse_outcome(line: str) -> AgentResult:
     """A line that a process sent, as an outcome."""
     try:
         sent = json.loads(line)
@@ -150,9 +162,11 @@ def read_outcome(line: str) -> AgentResult:
     except (ValueError, RecursionError, AttributeError):
         return AgentResult(error="its process sent what is not an outcome")
     numbers = [*metrics.values(), *([] if reward is None else [reward])] if isinstance(metrics, dict) else [math.nan]
-    if any(type(number) not in (int, float) or not abs(number) <= LARGEST for number in numbers):
+    if any(type(number) not in (int, float) or not abs(number) <= MAX_FLOAT32 for number in numbers):
         return AgentResult(error="its process sent numbers that are not finite")
-    if not isinstance(error, str) or len(metrics) > METRICS:
+    if not isinstance(error, str) or len(metrics) > MAX_METRICS:
         return AgentResult(error="its process sent what is not an outcome")
-    kept = {whole_text(name)[:NAME]: float(value) for name, value in metrics.items()}
-    return AgentResult(None if reward is None else float(reward), whole_text(error)[: REASON * 2], kept)
+    kept = {replace_surrogates(name)[:MAX_METRIC_NAME_CHARS]: float(value) for name, value in metrics.items()}
+    return AgentResult(
+        None if reward is None else float(reward), replace_surrogates(error)[: MAX_REASON_CHARS * 2], kept
+    )

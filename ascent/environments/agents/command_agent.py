@@ -22,18 +22,18 @@ from contextlib import suppress
 from typing import IO, Any
 
 from ascent.environments.agents.agent import Assignment
-from ascent.environments.agents.agent_pool import written_outcome
+from ascent.environments.agents.agent_pool import format_outcome
 from ascent.processes.channel import describe_exit
 from ascent.processes.reward_calls import RewardCallError
 from ascent.tasks.environment import Environment
 
-LONGEST = 100_000
+MAX_VARIABLE_BYTES = 100_000
 """Bytes of a problem that fit into an environment variable."""
-TAIL = 1 << 16
+MAX_OUTPUT_BYTES = 1 << 16
 """Bytes of its output that are kept: the last ones."""
-GLANCE = 50
+POLL_SECONDS = 50
 """Milliseconds between two looks at whether it has ended."""
-WORDS = 200
+MAX_ERROR_CHARS = 200
 """Characters of its last words in an error."""
 
 
@@ -57,16 +57,16 @@ class CommandAgent(Environment):
             )
             code, output, errors = _ended(process)
         if code != 0:
-            last = (errors.split("\n")[-1] or output.split("\n")[-1])[-WORDS:]
+            last = (errors.split("\n")[-1] or output.split("\n")[-1])[-MAX_ERROR_CHARS:]
             raise RewardCallError(f"the program ended with {describe_exit(code)}" + (f": {last}" if last else ""))
-        return written_outcome(_reward(output.split("\n")[-1]))
+        return format_outcome(_reward(output.split("\n")[-1]))
 
 
 def _variables(assignment: Assignment, file: IO[bytes]) -> dict[str, str]:
     problem = assignment.problem
     about = problem.columns | {"prompt": problem.prompt, "answer": problem.answer, "messages": [*assignment.messages]}
     written = json.dumps(about, default=str)
-    if len(written) > LONGEST:  # it has no name in the file system, so it is gone with whoever reads it
+    if len(written) > MAX_VARIABLE_BYTES:  # it has no name in the file system, so it is gone with whoever reads it
         file.write(written.encode())
         file.seek(0)
         told = {"ASCENT_PROBLEM_FILE": f"/dev/fd/{file.fileno()}"}
@@ -87,12 +87,12 @@ def _ended(process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
         poll.register(file, select.POLLIN)
     alive, reading = True, set(kept)
     while alive and reading:  # what it leaves running may hold the pipes, so its end is looked for too
-        poll.poll(GLANCE)
+        poll.poll(POLL_SECONDS)
         alive = process.poll() is None  # looked at first: what it wrote before is in the pipe
         for file in list(reading):
             with suppress(BlockingIOError):
-                while part := os.read(file, TAIL):
-                    kept[file] = (kept[file] + part)[-TAIL:]
+                while part := os.read(file, MAX_OUTPUT_BYTES):
+                    kept[file] = (kept[file] + part)[-MAX_OUTPUT_BYTES:]
                 reading.remove(file)
                 poll.unregister(file)
     output, errors = (part.decode(errors="replace").rstrip() for part in kept.values())

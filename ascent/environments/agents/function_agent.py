@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ascent.environments.agents.agent import Assignment
-from ascent.environments.agents.agent_pool import written_outcome
+from ascent.environments.agents.agent_pool import format_outcome
 from ascent.environments.episode_process import Source
 from ascent.processes.user_code import load_code
 from ascent.tasks.agent_sources import Signature, read_signature
@@ -39,7 +39,7 @@ class FunctionAgent(Environment):
             seed=assignment.seed,
             seconds=assignment.seconds,
         )
-        return written_outcome(_run(returned) if inspect.isawaitable(returned) else returned)
+        return format_outcome(_run(returned) if inspect.isawaitable(returned) else returned)
 
 
 _loop: list[asyncio.AbstractEventLoop] = []

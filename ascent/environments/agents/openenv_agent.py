@@ -21,18 +21,18 @@ from contextlib import suppress
 from typing import Any
 
 from ascent.environments.agents.agent import Assignment
-from ascent.environments.agents.agent_pool import written_outcome
+from ascent.environments.agents.agent_pool import format_outcome
 from ascent.processes.reward_calls import RewardCallError
 from ascent.tasks.environment import Environment
 from ascent.tasks.user_files import canonical_prompt
 
-TURNS = 64
+MAX_ACTIONS = 64
 """The most actions of an episode, where neither the server nor the run's limits end it before."""
-ANSWER = 1 << 24
+MAX_ANSWER_BYTES = 1 << 24
 """The most bytes of an answer of a server."""
-BUSY = 0.25
+RETRY_SECONDS = 0.25
 """Seconds between two tries to begin a session with a server that has no place."""
-WORDS = ("text", "message", "prompt", "content", "result", "observation")
+TEXT_FIELDS = ("text", "message", "prompt", "content", "result", "observation")
 """Fields of an observation that are shown as they are, if they are text and nothing else is there."""
 
 
@@ -45,7 +45,7 @@ class OpenEnvAgent(Environment):
     def begin(self, problem: Any, rng: random.Random) -> str:
         assignment: Assignment = problem
         with _Session(self.url, time.monotonic() + assignment.seconds) as session:
-            return written_outcome(self._play(session, assignment))
+            return format_outcome(self._play(session, assignment))
 
     def _play(self, session: "_Session", assignment: Assignment) -> dict[str, Any]:
         columns = assignment.problem.columns
@@ -55,7 +55,7 @@ class OpenEnvAgent(Environment):
         hint = describe_action(self.action)
         messages[-1]["content"] = "\n".join(filter(None, (messages[-1]["content"], show(state), hint)))
         total, actions, refused = float(state.get("reward") or 0.0), 0, 0
-        for _ in range(TURNS):
+        for _ in range(MAX_ACTIONS):
             if state.get("done"):
                 break
             answer = chat(assignment, messages)
@@ -81,7 +81,7 @@ def prepare_openenv(url: str) -> None:
     import websockets.sync.client  # noqa: F401 (for the processes that are forked)
 
     with urllib.request.urlopen(f"{url.rstrip('/')}/schema", timeout=30) as answer:
-        _schemas[url] = json.loads(answer.read(ANSWER))["action"]
+        _schemas[url] = json.loads(answer.read(MAX_ANSWER_BYTES))["action"]
 
 
 make_openenv.prepare = prepare_openenv  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ def show(state: Mapping[str, Any]) -> str:
     observation = {k: v for k, v in (state.get("observation") or {}).items() if k != "metadata" and v not in (None, "")}
     if len(observation) == 1 and isinstance(words := next(iter(observation.values())), str):
         return words
-    texts = [name for name in WORDS if isinstance(observation.get(name), str)]
+    texts = [name for name in TEXT_FIELDS if isinstance(observation.get(name), str)]
     rest = {name: value for name, value in observation.items() if name not in texts[:1]}
     words = [observation[name] for name in texts[:1]] + ([json.dumps(rest, ensure_ascii=False)] if rest else [])
     return "\n".join(words)
@@ -171,7 +171,7 @@ class _Session:
     def _connect(self) -> None:
         import websockets.sync.client
 
-        self.socket = websockets.sync.client.connect(self.address, max_size=ANSWER, compression=None)
+        self.socket = websockets.sync.client.connect(self.address, max_size=MAX_ANSWER_BYTES, compression=None)
 
     def ask(self, verb: str, data: Mapping[str, Any]) -> dict[str, Any]:
         """The state after a reset or a step."""
@@ -188,8 +188,8 @@ class _Session:
             if kind == "observation":
                 return about
             code, message = about.get("code"), str(about.get("message") or about)[:200]
-            if code == "CAPACITY_REACHED" and verb == "reset" and time.monotonic() + BUSY < self.deadline:
-                time.sleep(BUSY)
+            if code == "CAPACITY_REACHED" and verb == "reset" and time.monotonic() + RETRY_SECONDS < self.deadline:
+                time.sleep(RETRY_SECONDS)
                 self._connect()
                 continue
             if code == "VALIDATION_ERROR" and verb == "step":

@@ -18,14 +18,14 @@ from typing import Any
 
 from ascent.core.errors import ConfigError
 from ascent.environments.agents.agent import AgentResult, Assignment
-from ascent.environments.agents.agent_pool import CLOSED, GLANCE, read_outcome
+from ascent.environments.agents.agent_pool import CLOSED_ERROR, POLL_SECONDS, parse_outcome
 from ascent.processes.channel import Channel, poll_channels
-from ascent.processes.reward_calls import REASON
+from ascent.processes.reward_calls import MAX_REASON_CHARS
 from ascent.processes.supervisor import START_SECONDS, Limits, SupervisedProcess
 from ascent.tasks.agent_sources import split_verifiers
 
 BRIDGE = Path(__file__).parent / "inside" / "verifiers_bridge.py"
-GRACE = 10.0
+GRACE_SECONDS = 10.0
 """Seconds after an episode's deadline until the process, which has not said that it is late, is ended."""
 
 
@@ -36,23 +36,23 @@ class VerifiersAgent:
         self.taskset, self.folder = split_verifiers(where)
         self.limits, self.most, self.owner = limits, most, os.getpid()
         self.lock, self.numbers = threading.Lock(), itertools.count()
-        self.kept: list[_Bridge] = []
+        self.processes: list[VerifiersProcess] = []
         """The process, if it runs."""
         self.deadlines: dict[int, tuple[float, float]] = {}
         """Of episodes that are under way: their seconds, and when those are over."""
         self.outcomes: dict[int, AgentResult] = {}
         """Of those that have ended, until their run takes them."""
-        weakref.finalize(self, _end, self.kept, self.owner)
+        weakref.finalize(self, _end, self.processes, self.owner)
 
     def run(self, assignments: Sequence[Assignment]) -> Iterator[tuple[int, AgentResult]]:
         places: dict[int, int] = {}
         with self.lock:
-            bridge = self._bridge()
-            for place, given in enumerate(assignments):
+            process = self._process()
+            for place, assignment in enumerate(assignments):
                 number = next(self.numbers)
-                job = {"id": number, "url": given.url, "key": given.key, "seconds": given.seconds}
-                bridge.channel.send(json.dumps(job | {"task": given.problem.columns.get("task")}).encode())
-                places[number], self.deadlines[number] = place, (given.seconds, float("inf"))
+                job = {"id": number, "url": assignment.url, "key": assignment.key, "seconds": assignment.seconds}
+                process.channel.send(json.dumps(job | {"task": assignment.problem.columns.get("task")}).encode())
+                places[number], self.deadlines[number] = place, (assignment.seconds, float("inf"))
         try:
             while places:
                 for number, outcome in self._ended(places):
@@ -62,23 +62,23 @@ class VerifiersAgent:
                 for number in places:
                     self.deadlines.pop(number, None)
                     self.outcomes.pop(number, None)
-                    if self.kept:
-                        self.kept[0].channel.send(json.dumps({"cancel": number}).encode())
+                    if self.processes:
+                        self.processes[0].channel.send(json.dumps({"cancel": number}).encode())
 
     def rows(self, count: int) -> list[dict[str, Any]]:
         """The first tasks, as rows to train on."""
         with self.lock:
-            bridge, until = self._bridge(), time.monotonic() + START_SECONDS
-            bridge.channel.send(json.dumps({"rows": count}).encode())
-            while time.monotonic() < until and self.kept:
-                for reply in bridge.hear(GLANCE):
+            process, until = self._process(), time.monotonic() + START_SECONDS
+            process.channel.send(json.dumps({"rows": count}).encode())
+            while time.monotonic() < until and self.processes:
+                for reply in process.receive(POLL_SECONDS):
                     if isinstance(reply.get("rows"), list):
                         return reply["rows"]
                     if isinstance(reply.get("error"), str):
                         raise ConfigError(
                             f"--agent verifiers:{self.taskset}: it cannot be loaded: {reply['error']:.300}"
                         )
-                if bridge.channel.ended:
+                if process.channel.ended:
                     break
             self._end()
         raise ConfigError(f"--agent verifiers:{self.taskset}: the process of verifiers ended without an answer")
@@ -90,70 +90,70 @@ class VerifiersAgent:
 
     # ---- the process
 
-    def _bridge(self) -> "_Bridge":
+    def _process(self) -> "VerifiersProcess":
         if self.owner != os.getpid():  # a fork of ours: the process is its parent's
-            self.kept[:], self.owner = [], os.getpid()
-        if not self.kept:
-            self.kept.append(_Bridge(self.folder, self.taskset, self.most, self.limits))
-        return self.kept[0]
+            self.processes[:], self.owner = [], os.getpid()
+        if not self.processes:
+            self.processes.append(VerifiersProcess(self.folder, self.taskset, self.most, self.limits))
+        return self.processes[0]
 
     def _end(self) -> None:
-        _end(self.kept, os.getpid())
+        _end(self.processes, os.getpid())
 
     def _ended(self, places: dict[int, int]) -> list[tuple[int, AgentResult]]:
         """The outcomes of these episodes that are there; waits a little for the first."""
         with self.lock:
-            if not places.keys() & self.outcomes.keys() and self.kept:
-                self._hear(self.kept[0])
+            if not places.keys() & self.outcomes.keys() and self.processes:
+                self._read(self.processes[0])
             ended = [(number, self.outcomes.pop(number)) for number in places if number in self.outcomes]
             lost = [number for number in places if number not in self.deadlines] if not ended else []
         if not ended:
             time.sleep(0.001)  # a lock is nobody's turn: without a pause this thread would take it again
-        return ended or [(number, AgentResult(error=CLOSED)) for number in lost]
+        return ended or [(number, AgentResult(error=CLOSED_ERROR)) for number in lost]
 
-    def _hear(self, bridge: "_Bridge") -> None:
-        for reply in bridge.hear(GLANCE):
+    def _read(self, process: "VerifiersProcess") -> None:
+        for reply in process.receive(POLL_SECONDS):
             number = reply.get("began")
             if isinstance(number, int) and number in self.deadlines:
                 seconds, _ = self.deadlines[number]
-                self.deadlines[number] = seconds, time.monotonic() + seconds + GRACE
+                self.deadlines[number] = seconds, time.monotonic() + seconds + GRACE_SECONDS
             elif "error" in reply and "id" not in reply:
-                return self._lose(f"its taskset cannot be loaded: {reply['error']!s:.300}")
+                return self._drop_process(f"its taskset cannot be loaded: {reply['error']!s:.300}")
             elif self.deadlines.pop(reply.get("id", -1), None) is not None:
-                self.outcomes[reply["id"]] = read_outcome(json.dumps(reply))
+                self.outcomes[reply["id"]] = parse_outcome(json.dumps(reply))
         now = time.monotonic()
-        if bridge.channel.ended:
-            self._lose(f"the process of verifiers ended: {bridge.channel.ended}")
-        elif not bridge.ready and now > bridge.deadline:
-            self._lose(f"the process of verifiers did not start within {START_SECONDS:g} s")
+        if process.channel.ended:
+            self._drop_process(f"the process of verifiers ended: {process.channel.ended}")
+        elif not process.is_ready and now > process.deadline:
+            self._drop_process(f"the process of verifiers did not start within {START_SECONDS:g} s")
         elif any(now > deadline for _, deadline in self.deadlines.values()):
-            self._lose("the process of verifiers no longer answers")
+            self._drop_process("the process of verifiers no longer answers")
 
-    def _lose(self, why: str) -> None:
+    def _drop_process(self, why: str) -> None:
         """Its episodes have failed; the next ones get another process."""
-        self.outcomes |= {number: AgentResult(error=why[: REASON * 2]) for number in self.deadlines}
+        self.outcomes |= {number: AgentResult(error=why[: MAX_REASON_CHARS * 2]) for number in self.deadlines}
         self.deadlines.clear()
         self._end()
 
 
-def _end(kept: "list[_Bridge]", owner: int) -> None:
-    while kept and os.getpid() == owner:
-        kept.pop().end()
+def _end(processes: "list[VerifiersProcess]", owner: int) -> None:
+    while processes and os.getpid() == owner:
+        processes.pop().end()
 
 
-class _Bridge(SupervisedProcess):
+class VerifiersProcess(SupervisedProcess):
     """The process of verifiers."""
 
     def __init__(self, folder: str, taskset: str, most: int, limits: Limits):
         command = [str(Path(folder, "bin", "python")), str(BRIDGE), taskset, str(most)]
         program = "ascent.environments.agents.verifiers_agent:exec_bridge"
         super().__init__(program, limits, ASCENT_BRIDGE=json.dumps(command))
-        self.ready, self.deadline = False, time.monotonic() + START_SECONDS
+        self.is_ready, self.deadline = False, time.monotonic() + START_SECONDS
 
-    def hear(self, wait: float) -> list[dict[str, Any]]:
+    def receive(self, wait: float) -> list[dict[str, Any]]:
         """Return its replies; wait at most `wait` seconds for the first."""
         replies = self.channel.receive_objects() if poll_channels([self.channel], wait) else []
-        self.ready = self.ready or any("ready" in reply for reply in replies)
+        self.is_ready = self.is_ready or any("ready" in reply for reply in replies)
         return replies
 
 

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from ascent.core.errors import ConfigError
 from ascent.core.types import Prompts, Rollouts, Scores, Space
-from ascent.processes.reward_calls import Job
+from ascent.processes.reward_calls import RewardJob
 from ascent.processes.user_code import CODE
 from ascent.tasks.base import SMALL_PRESET, SmallTask
 from ascent.tasks.python_objects import pickled
 from ascent.tasks.reward_sources import FUNCTIONS, LEARNED, RewardSource, absolute_source, find_function, parse_rewards
-from ascent.tasks.reward_worker import Grader
+from ascent.tasks.reward_worker import RewardSpec
 from ascent.tasks.reward_worker_pool import Limits, RewardWorkerPool
 from ascent.tasks.scoring import PROCESS_KINDS, add_process_rewards, mix_rewards
 from ascent.tasks.user_files import absolute_path
@@ -146,7 +146,7 @@ def own_reward(source: str, rollouts: Rollouts, space: Space) -> tuple[Float[Ten
     response is all of its numbers, without the end token.
     """
     jobs = [
-        Job(0, prompt, [token for token in tokens[mask].tolist() if token != space.end], None, {})
+        RewardJob(0, prompt, [token for token in tokens[mask].tolist() if token != space.end], None, {})
         for prompt, group, masks in zip(rollouts.prompt.tolist(), rollouts.response, rollouts.mask, strict=True)
         for tokens, mask in zip(group, masks, strict=True)
     ]
@@ -166,7 +166,7 @@ def _stamp(source: str) -> object:
 def own_pool(source: str, stamp: object) -> RewardWorkerPool:  # noqa: ARG001 (another one as soon as the file has changed)
     """The processes that compute a reward of a user's own; they start on first use, and again after `close`."""
     sent = pickled(source, "reward") if source.startswith("object:") else None
-    return RewardWorkerPool([Grader(source, numbers=True, sent=sent)], OWN_WORKERS, Limits(OWN_SECONDS, OWN_MEMORY))
+    return RewardWorkerPool([RewardSpec(source, numbers=True, sent=sent)], OWN_WORKERS, Limits(OWN_SECONDS, OWN_MEMORY))
 
 
 @dataclass(frozen=True)
