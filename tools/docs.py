@@ -35,6 +35,7 @@ from ascent.tasks.text.answer_checking import CHECKS
 
 ROOT = Path(__file__).parents[1]
 GUIDES = {
+    "architecture": "Architecture",
     "command-line": "The command line",
     "menu": "The menu in three tables",
     "language-models": "Language models",

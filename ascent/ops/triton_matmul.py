@@ -102,7 +102,7 @@ def _has_enough_shared_memory() -> bool:
 
 
 def choose_tile_for_shape(rows: int, width: int, depth: int, gate: bool, split_k: bool) -> Tile | None:
-    """Return the tile of a matmul that is faster than cuBLAS with it, measured on an H200 (docs/performance.md).
+    """Return the tile of a matmul that is faster than cuBLAS with it, measured on an H200.
 
     Where there are more programs than multiprocessors, each has fewer reads in flight.
     """
