@@ -6,14 +6,15 @@ All measurements are read from benchmarks/results: plan_gpu.json (`python -m ben
 lines on the pages of the other benchmarks. They are in two sets:
 
 - **calibration**: calls of the 135M and the 1.5B shape with 256, 2,048 or 8,192 tokens. The constants of
-  `ascent.workflows.planning.gpus.Fit` are fitted to them alone, by least squares of log(predicted / measured).
+  `ascent.workflows.planning.gpus.FittedConstants` are fitted to them alone, by least squares of
+  log(predicted / measured).
 - **held-out**: other shapes, other lengths, responses of many lengths, sampling ahead, whole steps. Nothing is fitted
   to them.
 
 `value` is the largest error of a held-out time, |predicted / measured − 1|, with the constants that are in the code;
 the target is 0.25. It fails too if the code's constants are not those of the fit. Of repeated calls the fastest counts:
 the others include what the host did beside. Memory is checked in the same way, and nothing of it is fitted. `--growth`
-prints how the cost of a step grows with cards, with the length of answers and with parameters. `--page` writes
+prints how the cost of a step grows with GPUs, with the length of answers and with parameters. `--page` writes
 benchmarks/results/plan.md.
 """
 
@@ -32,11 +33,11 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from ascent.settings import configure
-from ascent.workflows.planning.cost_model import OneCard, Tokens
-from ascent.workflows.planning.gpus import CARDS, FIT, GIB, Cluster, Fit
+from ascent.workflows.planning.cost_model import GpuCostModel, TokenCounts
+from ascent.workflows.planning.gpus import FITTED, GIB, GPUS, Cluster, FittedConstants
 from ascent.workflows.planning.model_shapes import ModelShape, shape_of
-from ascent.workflows.planning.planner import REWARD, Lengths, forecast
-from ascent.workflows.planning.schedule_simulation import Decoder, simulate
+from ascent.workflows.planning.planner import REWARD_SECONDS, ResponseLengths, forecast
+from ascent.workflows.planning.schedule_simulation import SimulatedGpu, simulate
 from benchmarks.common import RESULTS, close, markdown, show, write_page
 from benchmarks.plan_gpu import PROMPT, SHAPES, Job, lengths_in, llama_shape
 from benchmarks.ragged_gpu import lengths_of
@@ -46,8 +47,8 @@ SAME = 0.02
 """How far the code's constants may be from the fitted ones."""
 CALIBRATION = {"135m": (256, 2048, 8192), "1.5b": (256, 2048, 8192)}
 """Shapes and numbers of tokens that the constants may be fitted to."""
-LEAST = {"products": 1.0, "caches": 1.0, "operations": 1.0, "attention": 1.0}
-"""No card computes or reads faster than its own rates."""
+LEAST = {"matmul_factor": 1.0, "kv_read_factor": 1.0, "update_matmul_factor": 1.0, "update_attention_factor": 1.0}
+"""No GPU computes or reads faster than its own rates."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Point:
     phase: str
     work: str
     measured: float
-    predict: Callable[[Fit], float]
+    predict: Callable[[FittedConstants], float]
     fitted: bool
     """Is it in the calibration set?"""
 
@@ -76,30 +77,30 @@ def shape_named(name: str) -> ModelShape:
         return shape_of(getattr(transformers, f"{kind}ForCausalLM")(config))
 
 
-def one_card(name: str, fit: Fit = FIT) -> OneCard:
-    return OneCard(shape_named(name), CARDS["h200"], fit)
+def gpu_cost(name: str, fit: FittedConstants = FITTED) -> GpuCostModel:
+    return GpuCostModel(shape_named(name), GPUS["h200"], fit)
 
 
 def room_of(name: str) -> float:
-    """Tokens of a micro-batch on an empty card."""
-    one = one_card(name)
-    return one.micro(sum(one.state(one.shape.every, False, 0).values()), False)
+    """Tokens of a micro-batch on an empty GPU."""
+    one = gpu_cost(name)
+    return one.micro_batch_tokens(sum(one.state_bytes(one.shape.num_parameters, False, 0).values()), False)
 
 
-def rollout_seconds(name: str, groups: list[list[int]], rows: int, fit: Fit) -> float:
-    lanes = Decoder(one_card(name, fit), rows, PROMPT)
+def rollout_seconds(name: str, groups: list[list[int]], rows: int, fit: FittedConstants) -> float:
+    lanes = SimulatedGpu(gpu_cost(name, fit), rows, PROMPT)
     lanes.add(0, groups)
     lanes.run(0, float("inf"))
     return lanes.clock
 
 
-def update_seconds(name: str, groups: list[list[int]], fit: Fit) -> float:
-    one = one_card(name, fit)
-    return one.update(Tokens.of(PROMPT, groups), room_of(name), one.shape.every)
+def update_seconds(name: str, groups: list[list[int]], fit: FittedConstants) -> float:
+    one = gpu_cost(name, fit)
+    return one.update_seconds(TokenCounts.of(PROMPT, groups), room_of(name), one.shape.num_parameters)
 
 
-def score_seconds(name: str, groups: list[list[int]], fit: Fit) -> float:
-    return one_card(name, fit).score(Tokens.of(PROMPT, groups), room_of(name))
+def score_seconds(name: str, groups: list[list[int]], fit: FittedConstants) -> float:
+    return gpu_cost(name, fit).score_seconds(TokenCounts.of(PROMPT, groups), room_of(name))
 
 
 def closing_lines(page: str) -> list[dict[str, Any]]:
@@ -120,7 +121,9 @@ def measured_here() -> Iterator[Point]:
         groups = lengths_in(job)
         work = f"{job.prompts} × {job.samples} × {job.tokens:,}" + (f", mean {job.ragged}" if job.ragged else "")
 
-        def predict(fit: Fit, name: str = name, groups: list[list[int]] = groups, phase: str = phase) -> float:
+        def predict(
+            fit: FittedConstants, name: str = name, groups: list[list[int]] = groups, phase: str = phase
+        ) -> float:
             return (
                 predictors[phase](name, groups, fit)
                 if phase in predictors
@@ -165,34 +168,34 @@ def measured_before() -> Iterator[Point]:
         )  # fmt: skip
 
 
-def step_seconds(name: str, groups: list[list[int]], fit: Fit) -> float:
+def step_seconds(name: str, groups: list[list[int]], fit: FittedConstants) -> float:
     """Generate, reward and update; that benchmark does not score."""
     spent = rollout_seconds(name, groups, 1024, fit) + update_seconds(name, groups, fit)
-    return spent + REWARD * sum(map(len, groups))
+    return spent + REWARD_SECONDS * sum(map(len, groups))
 
 
-def ahead_seconds(ahead: int, steps: int, fit: Fit) -> float:
+def ahead_seconds(ahead: int, steps: int, fit: FittedConstants) -> float:
     """Seconds of sampling per step, of the first steps, with the lengths that the benchmark drew."""
     table = lengths_of(32 * 20 * 16, 256, 2048).view(-1, 16).tolist()
 
     def draw(_: int, step: int) -> list[list[int]]:
         return table[32 * step : 32 * step + 32]
 
-    return simulate([Decoder(one_card("135m", fit), 1024, PROMPT)], draw, ahead, 0.0, 0.0, True, (0, steps)).sample
+    return simulate([SimulatedGpu(gpu_cost("135m", fit), 1024, PROMPT)], draw, ahead, 0.0, 0.0, True, (0, steps)).sample
 
 
-def fit_constants(points: list[Point]) -> Fit:
+def fit_constants(points: list[Point]) -> FittedConstants:
     """By the calibration set alone."""
-    chosen, names = [p for p in points if p.fitted], list(asdict(FIT))
-    start = np.array([asdict(FIT)[name] for name in names])
+    chosen, names = [p for p in points if p.fitted], list(asdict(FITTED))
+    start = np.array([asdict(FITTED)[name] for name in names])
     low = np.array([LEAST.get(name, 0.0) for name in names])
 
     def errors(scaled: np.ndarray) -> list[float]:
-        fit = Fit(*(scaled * start))
+        fit = FittedConstants(*(scaled * start))
         return [float(np.log(p.predict(fit) / p.measured)) for p in chosen]
 
     solved = least_squares(errors, np.maximum(1.05, 1.01 * low / start), bounds=(low / start, 10.0), diff_step=1e-3)
-    return Fit(*(float(value) for value in solved.x * start))
+    return FittedConstants(*(float(value) for value in solved.x * start))
 
 
 def memory_points() -> list[tuple[str, str, float, float]]:
@@ -200,16 +203,16 @@ def memory_points() -> list[tuple[str, str, float, float]]:
     lines = json.loads((RESULTS / "plan_gpu.json").read_text())
     found = []
     for line in (x for x in lines if x["phase"] == "update"):
-        name, one = line["shape"], one_card(line["shape"])
+        name, one = line["shape"], gpu_cost(line["shape"])
         rollouts = [x for x in lines if x["phase"] == "rollout" and x["shape"] == name]
         pages = max(x["prompts"] * x["samples"] * x["tokens"] for x in rollouts)
-        state = sum(one.state(one.shape.every, False, 0).values())
+        state = sum(one.state_bytes(one.shape.num_parameters, False, 0).values())
         job = Job(*(line[field] for field in Job._fields))
-        tokens = Tokens.of(PROMPT, lengths_in(job)).tokens
+        tokens = TokenCounts.of(PROMPT, lengths_in(job)).tokens
         micro = tokens / -(-tokens // room_of(name))
-        caches = min(9 / 8 * pages, one.cached(2 * one.shape.every)) * one.shape.cache
+        caches = min(9 / 8 * pages, one.max_cached_tokens(2 * one.shape.num_parameters)) * one.shape.kv_bytes
         work = f"{job.prompts} × {job.samples} × {job.tokens:,}"
-        found.append((name, work, state + micro * one.per_token(False) + caches, line["peak"]))
+        found.append((name, work, state + micro * one.bytes_per_token(False) + caches, line["peak"]))
     return found
 
 
@@ -220,38 +223,51 @@ LARGER = {
 """The shapes of Qwen2.5-32B and Llama-3-70B."""
 
 
-def planned(name: str, cards: int, mean: int, prompts: int) -> list[str]:
+def planned(name: str, simulated_gpus: int, mean: int, prompts: int) -> list[str]:
     """A row of a table of growth: `prompts` × 8 responses per step, in nodes of eight H200."""
-    nodes = max(1, cards // 8)
+    nodes = max(1, simulated_gpus // 8)
     settings = {"model": name, "prompts": prompts, "samples": 8, "max_tokens": 4 * mean, "policy.dtype": "bfloat16"}
     config = configure("gsm8k", settings)
-    cluster = Cluster(CARDS["h200"], cards // nodes, nodes, 40e9)
-    plan = forecast(config, shape_named(name), cluster, Lengths(128, mean, 1.0, 4 * mean))
-    way, memory = plan.asked, sum(plan.memory.values()) / GIB
+    cluster = Cluster(GPUS["h200"], simulated_gpus // nodes, nodes, 40e9)
+    plan = forecast(config, shape_named(name), cluster, ResponseLengths(128, mean, 1.0, 4 * mean))
+    placement, memory = plan.requested, sum(plan.memory.values()) / GIB
     if not plan.fits:
         return [f"does not fit: {memory:.0f} GiB", *[""] * 7]
-    led = sum(way.phases[phase] for phase in ("collect", "reward", "hand out"))
-    moved = way.phases["sum gradients"] + way.phases["sync"]
-    times = [f"{x:.3g}" for x in (way.seconds, way.phases["sample"], way.phases["update"], moved, led)]
-    rates = [f"{way.tokens_per_second:,.0f}", f"{way.tokens_per_second / cards:,.0f}", f"{way.idle:.0%}"]
+    led = sum(placement.phases[phase] for phase in ("gather", "reward", "scatter"))
+    moved = placement.phases["sum gradients"] + placement.phases["sync"]
+    times = [
+        f"{x:.3g}"
+        for x in (
+            placement.seconds,
+            placement.phases["sample"],
+            placement.phases["update"],
+            moved,
+            led,
+        )
+    ]
+    rates = [
+        f"{placement.tokens_per_second:,.0f}",
+        f"{placement.tokens_per_second / simulated_gpus:,.0f}",
+        f"{placement.idle:.0%}",
+    ]
     return [*times, *rates]
 
 
 def growth() -> str:
     """How a step grows, in three tables."""
-    head = ["s per step", "sample", "update", "between cards", "rank 0", "tokens/s", "per card", "idle"]
-    cards = [[f"{n:,}", *planned("1.5b", n, 1000, 8 * n)] for n in (1, 8, 64, 512, 4096)]
+    head = ["s per step", "sample", "update", "between GPUs", "rank 0", "tokens/s", "per GPU", "idle"]
+    simulated_gpus = [[f"{n:,}", *planned("1.5b", n, 1000, 8 * n)] for n in (1, 8, 64, 512, 4096)]
     lengths = [[f"{n:,}", *planned("1.5b", 8, n, 64)] for n in (250, 1000, 4000, 8000)]
     sizes = [[n, *planned(n, 64, 1000, 512)] for n in ("135m", "1.5b", "7b", "32b", "70b")]
     return "\n\n".join(
         [
-            "**Cards**: the 1.5B shape, 8 × 8 responses per card, answers of 1,000 tokens on average (σ = 1, at most "
+            "**GPUs**: the 1.5B shape, 8 × 8 responses per GPU, answers of 1,000 tokens on average (σ = 1, at most "
             "4,000), nodes of eight H200 with 40 GB/s between them:",
-            markdown(["cards", *head], cards),
-            "**Answers**: the 1.5B shape on 8 cards, 64 × 8 responses, by the mean length of an answer (σ = 1, at most "
+            markdown(["GPUs", *head], simulated_gpus),
+            "**Answers**: the 1.5B shape on 8 GPUs, 64 × 8 responses, by the mean length of an answer (σ = 1, at most "
             "four times the mean):",
             markdown(["tokens", *head], lengths),
-            "**Parameters**: 64 cards, 512 × 8 responses of 1,000 tokens on average:",
+            "**Parameters**: 64 GPUs, 512 × 8 responses of 1,000 tokens on average:",
             markdown(["shape", *head], sizes),
         ]
     )
@@ -267,13 +283,13 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     points = [*measured_here(), *measured_before()]
     fitted = fit_constants(points)
-    apart = {name: abs(asdict(FIT)[name] / value - 1) for name, value in asdict(fitted).items()}
-    constants = [[name, f"{value:.3g}", f"{asdict(FIT)[name]:.3g}"] for name, value in asdict(fitted).items()]
+    apart = {name: abs(asdict(FITTED)[name] / value - 1) for name, value in asdict(fitted).items()}
+    constants = [[name, f"{value:.3g}", f"{asdict(FITTED)[name]:.3g}"] for name, value in asdict(fitted).items()]
     show(["constant", "fitted", "in the code"], constants)
     head = ["set", "source", "shape", "phase", "prompts × samples × tokens", "measured", "predicted", "error"]
     rows, worst = [], 0.0
     for p in sorted(points, key=lambda p: p.fitted):
-        predicted = p.predict(FIT)
+        predicted = p.predict(FITTED)
         error = predicted / p.measured - 1
         worst = worst if p.fitted else max(worst, abs(error))
         name = "calibration" if p.fitted else "held-out"
@@ -316,14 +332,15 @@ tokens. Held out are other shapes (360M, 0.6B, 1B, 3B, 7B), other lengths (128, 
 lengths, sampling ahead, and whole steps. Of repeated calls the fastest counts. The form of the model was chosen among a
 few with all figures of 2026-11-16 in sight; its constants were not. The reward's 0.06 ms per response are read off
 [step](step_gpu.md), with 24 tokens per response. The 7B shape was sampled, and not trained: its state in float32 does
-not fit. Not measured are larger models, several cards, and any other kind of GPU.
+not fit. Not measured are larger models, several GPUs, and any other kind of GPU.
 
 ## Constants
 
 {markdown(["constant", "fitted", "in the code"], constants)}
 
-`ascent/workflows/planning/gpus.py` says what each is. `operations` is at its bound: no card computes faster than its
-rate. `passes` also pays for products that are too small to fill the card, so it is not a count of passes over memory.
+`ascent/workflows/planning/gpus.py` says what each is. `update_matmul_factor` is at its bound: no GPU computes faster
+than its rate. `activation_passes` also pays for matmuls that are too small to fill the GPU, so it is not a count of
+passes over memory.
 
 ## Times
 
@@ -338,7 +355,7 @@ chunks of logits, the caches of the largest call before.
 
 ## How a step grows
 
-`python -m benchmarks.plan --growth`, with the defaults of gsm8k and `--ahead 0`. "Between cards" are gradients and
+`python -m benchmarks.plan --growth`, with the defaults of gsm8k and `--ahead 0`. "Between GPUs" are gradients and
 weights, "rank 0" what it collects, grades and hands out.
 
 {growth()}

@@ -1,4 +1,4 @@
-"""`ascent plan`: what a run would take on cards that are not there yet."""
+"""`ascent plan`: what a run would need on given GPUs."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -12,15 +12,14 @@ from ascent.core.errors import ConfigError
 from ascent.core.menu import name_of
 from ascent.core.types import check_counts
 
-MOST = 100_000
-"""Cards of a plan."""
+MAX_GPUS = 100_000
 
 
 @dataclass
 class PlanCommand(Command):
-    """Predict memory, seconds and the best way to share the work on GPUs that are not there yet.
+    """Predict memory, speed and the best placement of a run on given GPUs.
 
-    All flags of `ascent train` count: --prompts, --samples, --max-tokens, …
+    All flags of `ascent train` apply: --prompts, --samples, --max-tokens, …
     Of the model only its config.json is read: --model is its folder, or that
     file alone. docs/scale.md says what is measured and what is assumed.
     """
@@ -54,10 +53,10 @@ class PlanCommand(Command):
         return command
 
     def execute(self) -> None:
-        from ascent.workflows.planning.gpus import Cluster, bytes_per_second, card_of
+        from ascent.workflows.planning.gpus import Cluster, bytes_per_second, gpu_named
         from ascent.workflows.planning.model_shapes import read_shape
         from ascent.workflows.planning.plan_text import plan_text
-        from ascent.workflows.planning.planner import Lengths, forecast
+        from ascent.workflows.planning.planner import ResponseLengths, forecast
 
         config = self.config
         if not backend_of(config).words or config.data != "samples":
@@ -70,16 +69,16 @@ class PlanCommand(Command):
         dtype = "mixed" if config.policy.dtype == "mixed" else "bfloat16"
         config = replace(config, policy=replace(config.policy, dtype=dtype))
         check_counts(1, gpus=self.gpus, nodes=self.nodes, prompt_tokens=self.prompt_tokens)
-        if self.gpus * self.nodes > MOST:
-            raise ConfigError(f"--gpus {self.gpus} --nodes {self.nodes}: plans have at most {MOST:,} cards")
+        if self.gpus * self.nodes > MAX_GPUS:
+            raise ConfigError(f"--gpus {self.gpus} --nodes {self.nodes}: plans have at most {MAX_GPUS:,} GPUs")
         limit = config.task.room
         mean = max(1, limit // 2) if self.answer_tokens is None else self.answer_tokens
         if not 1 <= mean <= limit:
             raise ConfigError(f"--answer-tokens {mean}: from 1 to the limit of a response, {limit} (--max-tokens)")
         if not 0 <= self.answer_spread <= 3:
             raise ConfigError(f"--answer-spread {self.answer_spread:g}: from 0 (all equal) to 3")
-        cluster = Cluster(card_of(self.gpu), self.gpus, self.nodes, bytes_per_second(self.network))
-        answers = Lengths(min(self.prompt_tokens, config.task.max_prompt), mean, self.answer_spread, limit)
+        cluster = Cluster(gpu_named(self.gpu), self.gpus, self.nodes, bytes_per_second(self.network))
+        answers = ResponseLengths(min(self.prompt_tokens, config.task.max_prompt), mean, self.answer_spread, limit)
         plan = forecast(config, read_shape(config.policy.model), cluster, answers)
         print(json.dumps(plan.to_dict()) if self.json else plan_text(plan))
 

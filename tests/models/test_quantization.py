@@ -37,8 +37,8 @@ from ascent.ops import decode_ops
 from ascent.settings import configure
 from ascent.training.language_learner import LanguageCritic, LanguageLearner
 from ascent.training.micro_batches import update_operations
-from ascent.workflows.planning.cost_model import OneCard
-from ascent.workflows.planning.gpus import CARDS
+from ascent.workflows.planning.cost_model import GpuCostModel
+from ascent.workflows.planning.gpus import GPUS
 from ascent.workflows.planning.model_shapes import shape_of
 from tests.inference.test_cuda_graph_runner import DEVICE, decoder_of, drawn_by, needs_triton, same
 from tests.language import batch_of, model_of, write_tiny
@@ -187,15 +187,15 @@ def test_parameters_are_counted_as_if_none_were_packed() -> None:
     plain, lm = model_of("Qwen2", **WIDE), packed_model("Qwen2")
     adapters = sum(p.numel() for p in lm.trained().values())
     assert parameter_count(lm.model) - adapters == parameter_count(plain.model)
-    assert packed_count(lm.model) == shape_of(plain.model).packable > 0 == packed_count(plain.model)
+    assert packed_count(lm.model) == shape_of(plain.model).quantizable > 0 == packed_count(plain.model)
     work = ([4], [[3, 2]])
     less = update_operations(plain, *work)[0]
     assert update_operations(lm, *work)[0] == less + 6 * adapters * 9
-    bits, sixteen = (OneCard(shape_of(plain.model), CARDS["h200"], bits=bits) for bits in (4, 0))
+    bits, sixteen = (GpuCostModel(shape_of(plain.model), GPUS["h200"], bits=bits) for bits in (4, 0))
     held = [p.numel() * (p.element_size() if p.dtype == torch.uint8 else 2) for p in lm.model.parameters()]
     scales = sum(m.scale.numel() for m in lm.model.modules() if isinstance(m, FourBit))
-    assert bits.parameters == sum(held) + 2 * scales - 2 * adapters < sixteen.parameters
-    assert bits.decoding(8, 0) > sixteen.decoding(8, 0)
+    assert bits.parameter_bytes == sum(held) + 2 * scales - 2 * adapters < sixteen.parameter_bytes
+    assert bits.decode_seconds(8, 0) > sixteen.decode_seconds(8, 0)
 
 
 # ---- runs --------------------------------------------------------------------------------------------

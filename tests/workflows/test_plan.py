@@ -15,21 +15,30 @@ from language import SHAPE
 from ascent.cli.main import main
 from ascent.core.errors import ConfigError
 from ascent.settings import configure
-from ascent.workflows.planning.cost_model import OneCard, Tokens
-from ascent.workflows.planning.gpus import CARDS, GIB, Card, Cluster, Fit, bytes_per_second, card_of
+from ascent.workflows.planning.cost_model import GpuCostModel, TokenCounts
+from ascent.workflows.planning.gpus import GIB, GPUS, Cluster, FittedConstants, Gpu, bytes_per_second, gpu_named
 from ascent.workflows.planning.model_shapes import ModelShape, read_shape
 from ascent.workflows.planning.plan_text import plan_text
-from ascent.workflows.planning.planner import Lengths, Planner, forecast
-from ascent.workflows.planning.schedule_simulation import Decoder, simulate
+from ascent.workflows.planning.planner import Planner, ResponseLengths, forecast
+from ascent.workflows.planning.schedule_simulation import SimulatedGpu, simulate
 
 QWEN_7B = ModelShape(
     "qwen2", 28, 3584, 18_944, 28, 4, 128, 152_064, 6_525_621_760, 7_615_616_512, 2_000_000, 32_768, None
 )
-PLAIN = Card("plain", 10**12, bandwidth=1e9, rate=1e12, link=1e9)
-"""A card whose seconds are easy to compute."""
+PLAIN = Gpu("plain", 10**12, bandwidth=1e9, rate=1e12, link=1e9)
+"""A GPU whose seconds are easy to compute."""
 SMALL = ModelShape("llama", 2, 8, 16, 2, 1, 4, 100, 1000, 1800, 100, None, None)
-FIT = Fit(layer=0.5, products=2.0, caches=3.0, operations=1.0, attention=1.0, passes=1.0, launch=0.0, update=0.0)
-ONE = OneCard(SMALL, PLAIN, FIT)
+FITTED = FittedConstants(
+    layer_seconds=0.5,
+    matmul_factor=2.0,
+    kv_read_factor=3.0,
+    update_matmul_factor=1.0,
+    update_attention_factor=1.0,
+    activation_passes=1.0,
+    launch_seconds=0.0,
+    update_seconds=0.0,
+)
+ONE = GpuCostModel(SMALL, PLAIN, FITTED)
 
 
 # ---- costs
@@ -37,72 +46,79 @@ ONE = OneCard(SMALL, PLAIN, FIT)
 
 def test_a_decoding_step_by_hand() -> None:
     """Two layers of 0.5 s; 1,800 weights are 3,600 bytes; a token's cache is 4·2·1·4 = 32 bytes."""
-    assert ONE.decoding(1, 1e6) == pytest.approx(2 * 0.5 + 2 * 3600 / 1e9 + 3 * 32e6 / 1e9)
-    slow = OneCard(SMALL, Card("slow", 10**12, 1e15, 1e6, 1e9), FIT)  # bound by operations, and rows fill a bucket
-    assert slow.decoding(10, 0) == pytest.approx(2 * 0.5 + 2 * 2 * 1800 * 16 / 1e6)
+    assert ONE.decode_seconds(1, 1e6) == pytest.approx(2 * 0.5 + 2 * 3600 / 1e9 + 3 * 32e6 / 1e9)
+    slow = GpuCostModel(
+        SMALL, Gpu("slow", 10**12, 1e15, 1e6, 1e9), FITTED
+    )  # bound by operations, and rows fill a bucket
+    assert slow.decode_seconds(10, 0) == pytest.approx(2 * 0.5 + 2 * 2 * 1800 * 16 / 1e6)
 
 
 def test_an_update_and_a_score_by_hand() -> None:
-    batch = Tokens.of(3, [[2, 1], [4, 4]])
+    batch = TokenCounts.of(3, [[2, 1], [4, 4]])
     assert (batch.tokens, batch.loss, batch.pairs) == (17, 11, 2 * 6 + (6 + 3) + (3 + 1) + 2 * (12 + 10))
     operations = 6 * 1000 * 17 + 8 * 800 * 11 + 12 * 2 * 2 * 4 * batch.pairs
-    kept = SMALL.kept * 17 / 1e9
-    assert ONE.update(batch, 100, 1800) == pytest.approx(28 * 1800 / 1e9 + operations / 1e12 + kept)
+    kept = SMALL.activation_bytes * 17 / 1e9
+    assert ONE.update_seconds(batch, 100, 1800) == pytest.approx(28 * 1800 / 1e9 + operations / 1e12 + kept)
     again = (4 / 3) * (operations - 8 * 800 * 11) / 1e12 + 8 * 800 * 11 / 1e12 + 4 / 3 * kept
-    assert ONE.update(batch, 100, 1800, again=True) == pytest.approx(28 * 1800 / 1e9 + again)
+    assert ONE.update_seconds(batch, 100, 1800, again=True) == pytest.approx(28 * 1800 / 1e9 + again)
     forward = (operations - 8 * 800 * 11) / 3e12 + 2 * 800 * 11 / 1e12 + kept / 3
-    assert ONE.score(batch, 100) == pytest.approx(forward)
-    launches = OneCard(SMALL, PLAIN, Fit(launch=5.0, update=1.0))  # 17 tokens in micro-batches of 6: three
-    assert launches.update(batch, 6, 0) == pytest.approx(1 + 3 * 2 * 5)
+    assert ONE.score_seconds(batch, 100) == pytest.approx(forward)
+    launches = GpuCostModel(
+        SMALL, PLAIN, FittedConstants(launch_seconds=5.0, update_seconds=1.0)
+    )  # 17 tokens in micro-batches of 6: three
+    assert launches.update_seconds(batch, 6, 0) == pytest.approx(1 + 3 * 2 * 5)
 
 
 def test_rows_that_end_make_the_steps_after_them_cheaper() -> None:
-    lanes = Decoder(ONE, 8, prompt=10)
+    lanes = SimulatedGpu(ONE, 8, prompt=10)
     lanes.add(0, [[2, 4]])
     encoded = lanes.clock
     lanes.run(0, float("inf"))
-    first = 2 * ONE.decoding(2, 10 + 2)  # a prompt, and two rows of one token on average
-    second = 2 * ONE.decoding(1, 5 + 2 + 1)
-    assert encoded == pytest.approx(ONE.encoding(1, 10))
-    assert lanes.clock - encoded == pytest.approx(first + second) and not lanes.left[0]
+    first = 2 * ONE.decode_seconds(2, 10 + 2)  # a prompt, and two rows of one token on average
+    second = 2 * ONE.decode_seconds(1, 5 + 2 + 1)
+    assert encoded == pytest.approx(ONE.prefill_seconds(1, 10))
+    assert lanes.clock - encoded == pytest.approx(first + second) and not lanes.unfinished[0]
 
 
 def test_with_one_lane_responses_follow_each_other() -> None:
-    one, two = Decoder(ONE, 1, prompt=0), Decoder(ONE, 2, prompt=0)
+    one, two = SimulatedGpu(ONE, 1, prompt=0), SimulatedGpu(ONE, 2, prompt=0)
     for lanes in (one, two):
         lanes.add(0, [[5, 5]])
         lanes.run(0, float("inf"))
-    assert one.clock - ONE.encoding(1, 0) == pytest.approx(2 * (two.clock - ONE.encoding(1, 0)), rel=1e-3)
+    assert one.clock - ONE.prefill_seconds(1, 0) == pytest.approx(2 * (two.clock - ONE.prefill_seconds(1, 0)), rel=1e-3)
 
 
 # ---- the simulation
 
 
-def lengths(card: int, step: int) -> list[list[int]]:
-    return [[20, 20 + 60 * ((card + step) % 3 == 0)]]
+def lengths(gpu: int, step: int) -> list[list[int]]:
+    return [[20, 20 + 60 * ((gpu + step) % 3 == 0)]]
 
 
-def test_without_looking_ahead_a_step_is_its_slowest_card_and_its_learning() -> None:
-    cards = [Decoder(ONE, 8, 0) for _ in range(2)]
-    found = simulate(cards, lambda card, _: [[20 + 10 * card]], 0, learn=7.0, sync=2.0, together=True)
-    alone = Decoder(ONE, 8, 0)
+def test_without_looking_ahead_a_step_is_its_slowest_gpu_and_its_learning() -> None:
+    simulated_gpus = [SimulatedGpu(ONE, 8, 0) for _ in range(2)]
+    found = simulate(simulated_gpus, lambda gpu, _: [[20 + 10 * gpu]], 0, learn=7.0, sync=2.0, together=True)
+    alone = SimulatedGpu(ONE, 8, 0)
     alone.add(0, [[30]])
     alone.run(0, float("inf"))
     assert found.sample == pytest.approx(alone.clock) and found.step == pytest.approx(alone.clock + 9)
-    assert all(not any(card.left.values()) for card in cards), "a response was lost"
+    assert all(not any(gpu.unfinished.values()) for gpu in simulated_gpus), "a response was lost"
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_looking_ahead_is_never_slower_and_fills_the_tail(together: bool) -> None:
-    steps = [simulate([Decoder(ONE, 8, 0), Decoder(ONE, 8, 0)], lengths, k, 5.0, 0.0, together).step for k in (0, 1, 4)]
+    steps = [
+        simulate([SimulatedGpu(ONE, 8, 0), SimulatedGpu(ONE, 8, 0)], lengths, k, 5.0, 0.0, together).step
+        for k in (0, 1, 4)
+    ]
     assert steps[0] > 1.2 * steps[1] > 1.2 * 0.99 * steps[2]
 
 
-def test_cards_that_only_sample_work_while_others_learn() -> None:
-    found = simulate([Decoder(ONE, 8, 0)], lambda *_: [[20]], 1, learn=50.0, sync=0.0, together=False)
+def test_gpus_that_only_sample_work_while_others_learn() -> None:
+    found = simulate([SimulatedGpu(ONE, 8, 0)], lambda *_: [[20]], 1, learn=50.0, sync=0.0, together=False)
     assert found.step == pytest.approx(50, rel=0.01), "sampling takes 20 s and is hidden"
-    found = simulate([Decoder(ONE, 8, 0)], lambda *_: [[20]], 1, learn=1.0, sync=0.0, together=False)
-    assert 10 < found.step < 14, "two tickets are decoded together: 20 s for both, and what is encoded"
+    found = simulate([SimulatedGpu(ONE, 8, 0)], lambda *_: [[20]], 1, learn=1.0, sync=0.0, together=False)
+    assert 10 < found.step < 14, "two steps are decoded together: 20 s for both, and what is encoded"
 
 
 # ---- memory and placement
@@ -113,22 +129,24 @@ def config(**settings: Any) -> Any:
 
 
 def planned(gpus: int, shape: ModelShape = QWEN_7B, **settings: Any) -> Any:
-    cluster = Cluster(CARDS["h200"], min(gpus, 8), max(1, gpus // 8), 40e9)
-    return forecast(config(**settings), shape, cluster, Lengths(100, 100.0, 0.5, 200))
+    cluster = Cluster(GPUS["h200"], min(gpus, 8), max(1, gpus // 8), 40e9)
+    return forecast(config(**settings), shape, cluster, ResponseLengths(100, 100.0, 0.5, 200))
 
 
-def test_seven_billion_parameters_fit_on_one_card_in_bfloat16_and_in_shards_on_two() -> None:
+def test_seven_billion_parameters_fit_on_one_gpu_in_bfloat16_and_in_shards_on_two() -> None:
     one, two, less = planned(1, **{"policy.optimizer_state": "float32"}), planned(2), planned(1)
     assert not one.fits and one.needed == 2 and two.fits and two.shard
-    assert less.fits and less.needed == 1 and less.memory["gradients and Adam in bfloat16"] == 8 * QWEN_7B.every
+    assert (
+        less.fits and less.needed == 1 and less.memory["gradients and Adam in bfloat16"] == 8 * QWEN_7B.num_parameters
+    )
     assert planned(1, algorithm="grpo").fits and "float32 copy, gradients, Adam" in planned(1, SMALL).memory
-    with pytest.raises(ConfigError, match="for one card and Adam's moments"):
+    with pytest.raises(ConfigError, match="needs one GPU and Adam"):
         planned(2, **{"policy.optimizer_state": "bfloat16"})
-    assert one.memory["float32 copy, gradients, Adam"] == 16 * QWEN_7B.every
-    assert two.memory["float32 copy, gradients, Adam"] == 8 * QWEN_7B.every, "half of it each"
-    assert two.memory["parameters"] == 2 * QWEN_7B.every, "and a whole copy to sample from"
+    assert one.memory["float32 copy, gradients, Adam"] == 16 * QWEN_7B.num_parameters
+    assert two.memory["float32 copy, gradients, Adam"] == 8 * QWEN_7B.num_parameters, "half of it each"
+    assert two.memory["parameters"] == 2 * QWEN_7B.num_parameters, "and a whole copy to sample from"
     small = planned(2, SMALL)
-    assert not small.shard and "sync" not in [k for k, v in small.asked.phases.items() if v]
+    assert not small.shard and "sync" not in [k for k, v in small.requested.phases.items() if v]
 
 
 @pytest.mark.long
@@ -137,16 +155,19 @@ def test_what_trains_fewer_parameters_or_needs_more_models_takes_memory_accordin
     assert "reference" not in planned(8).memory and planned(8, algorithm="grpo").memory["reference"] > 0
     with_lora = planned(1, **{"policy.lora": 16})
     assert with_lora.fits and any("LoRA" in note for note in with_lora.notes)
-    assert planned(8, **{"ranks.shard": "replicate"}).memory["float32 copy, gradients, Adam"] == 16 * QWEN_7B.every
+    assert (
+        planned(8, **{"ranks.shard": "replicate"}).memory["float32 copy, gradients, Adam"]
+        == 16 * QWEN_7B.num_parameters
+    )
     assert sum(planned(64).memory.values()) < base
-    with pytest.raises(ConfigError, match="nothing to share"):
+    with pytest.raises(ConfigError, match="needs several GPUs"):
         planned(1, **{"ranks.shard": "shard"})
 
 
 def test_a_critic_of_its_own_is_in_shards_too() -> None:
     """18 bytes per parameter, of which each rank has its part; without shards each has all of them."""
     whole = planned(2, algorithm="ppo", **{"ranks.shard": "replicate"}).memory["critic"]
-    assert whole == 18 * QWEN_7B.every
+    assert whole == 18 * QWEN_7B.num_parameters
     for ranks in (2, 8):
         assert planned(ranks, algorithm="ppo", **{"ranks.shard": "shard"}).memory["critic"] == whole // ranks
     assert planned(4, algorithm="ppo").fits, "which it would not with a whole critic on each: 137 GB beside the policy"
@@ -154,9 +175,13 @@ def test_a_critic_of_its_own_is_in_shards_too() -> None:
 
 def test_mixed_keeps_the_residual_stream_in_float32() -> None:
     """By hand: width 8 and 2 layers, each with two norms that keep 2 bytes more per number of a token."""
-    mixed = OneCard(SMALL, PLAIN, FIT, mixed=True)
-    assert mixed.per_token(True) - ONE.per_token(True) == 2 * (2 * 2 * 8) + 2 * (2 * 8), "a layer twice, and the inputs"
-    assert mixed.per_token(False) - ONE.per_token(False) == 2 * (2 * 2 * 8) + 2 * 2 * 8, "all layers, and one more"
+    mixed = GpuCostModel(SMALL, PLAIN, FITTED, mixed=True)
+    assert mixed.bytes_per_token(True) - ONE.bytes_per_token(True) == 2 * (2 * 2 * 8) + 2 * (2 * 8), (
+        "a layer twice, and the inputs"
+    )
+    assert mixed.bytes_per_token(False) - ONE.bytes_per_token(False) == 2 * (2 * 2 * 8) + 2 * 2 * 8, (
+        "all layers, and one more"
+    )
     found = {dtype: planned(2, **{"policy.dtype": dtype}) for dtype in ("bfloat16", "mixed")}
     assert found["mixed"].micro_tokens < found["bfloat16"].micro_tokens, "so fewer tokens fit at once"
     assert found["mixed"].memory["parameters"] == found["bfloat16"].memory["parameters"]
@@ -173,42 +198,44 @@ def test_the_command_plans_for_mixed(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_critic_and_more_epochs_take_more_time() -> None:
-    base, more, epochs = (planned(1, SMALL, **s).asked.phases for s in ({}, {"algorithm": "ppo"}, {"epochs": 3}))
+    base, more, epochs = (planned(1, SMALL, **s).requested.phases for s in ({}, {"algorithm": "ppo"}, {"epochs": 3}))
     assert more["update"] > 1.9 * base["update"] / 1 and more["score"] > base["score"]
     assert epochs["update"] == pytest.approx(3 * base["update"])
 
 
 @pytest.mark.long
-def test_thousands_of_cards_and_fewer_prompts_than_cards_are_planned_and_said() -> None:
+def test_thousands_of_gpus_and_fewer_prompts_than_gpus_are_planned_and_said() -> None:
     many = planned(4096, prompts=64)
-    assert many.asked.idle > 0.9 and any("have no work" in note for note in many.notes)
+    assert many.requested.idle > 0.9 and any("have no work" in note for note in many.notes)
     assert any("stands for the slowest of 4,096" in note for note in many.notes)
-    assert many.best.tokens_per_second >= many.best_today.tokens_per_second and many.best_today.untried is None
+    assert (
+        many.best.tokens_per_second >= many.best_supported.tokens_per_second and many.best_supported.unsupported is None
+    )
 
 
-def test_shares_are_whole_prompts_and_no_card_has_less_than_its_largest() -> None:
-    planner = Planner(config(), SMALL, Cluster(CARDS["h200"], 8, 1, 1e9), Lengths(10, 100.0, 1.0, 400))
-    sums = sorted(10 + sum(own) for own in planner.batch)
+def test_shares_are_whole_prompts_and_no_gpu_has_less_than_its_largest() -> None:
+    planner = Planner(config(), SMALL, Cluster(GPUS["h200"], 8, 1, 1e9), ResponseLengths(10, 100.0, 1.0, 400))
+    sums = sorted(10 + sum(own) for own in planner.batch_lengths)
     assert planner.slowest(8).tokens == sums[-1] and planner.slowest(1).tokens == sum(sums)
     assert sum(sums) / 2 <= planner.slowest(2).tokens <= sum(sums) / 2 + sums[-1]
 
 
-def test_policy_gpu_memory_caps_the_memory_of_a_card() -> None:
-    assert planned(1, SMALL, **{"policy.gpu_memory": 10}).cluster.card.memory == 10 * GIB
-    assert planned(1, SMALL, **{"policy.gpu_memory": 10**6}).cluster.card.memory == CARDS["h200"].memory
+def test_policy_gpu_memory_caps_the_memory_of_a_gpu() -> None:
+    assert planned(1, SMALL, **{"policy.gpu_memory": 10}).cluster.gpu.memory == 10 * GIB
+    assert planned(1, SMALL, **{"policy.gpu_memory": 10**6}).cluster.gpu.memory == GPUS["h200"].memory
 
 
-HUGE = replace(QWEN_7B, every=10**12, blocks=10**12 - 10**9)
-"""A model of which no card holds a whole copy."""
-WIDE_LORA = replace(QWEN_7B, sides=600_000_000)
+HUGE = replace(QWEN_7B, num_parameters=10**12, block_parameters=10**12 - 10**9)
+"""A model of which no GPU holds a whole copy."""
+WIDE_LORA = replace(QWEN_7B, lora_dims=600_000_000)
 """Adapters of rank 16 with 9.6e9 parameters: 173 GB of state, more than one H200 has."""
 ADVICE: list[tuple[int, ModelShape, dict[str, Any], int, str]] = [
-    (1, QWEN_7B, {"policy.optimizer_state": "float32"}, 2, "take 2 cards or more (in shards), or --policy.lora 16"),
-    (1, WIDE_LORA, {"policy.lora": 16}, 2, "take 2 cards or more (in shards), or --policy.bits 4"),
+    (1, QWEN_7B, {"policy.optimizer_state": "float32"}, 2, "take 2 GPUs or more (sharded), or --policy.lora 16"),
+    (1, WIDE_LORA, {"policy.lora": 16}, 2, "take 2 GPUs or more (sharded), or --policy.bits 4"),
     (2, QWEN_7B, {"ranks.shard": "replicate"}, 2, "set --ranks.shard shard"),
-    (1, HUGE, {}, 0, "take a smaller model, a card with more memory, or --policy.lora 16"),
-    (2, HUGE, {"policy.lora": 16}, 0, "take a smaller model, a card with more memory, or --policy.bits 4"),
-    (1, HUGE, {"policy.lora": 16, "policy.bits": 4}, 0, "take a smaller model, a card with more memory"),
+    (1, HUGE, {}, 0, "take a smaller model, a GPU with more memory, or --policy.lora 16"),
+    (2, HUGE, {"policy.lora": 16}, 0, "take a smaller model, a GPU with more memory, or --policy.bits 4"),
+    (1, HUGE, {"policy.lora": 16, "policy.bits": 4}, 0, "take a smaller model, a GPU with more memory"),
 ]
 
 
@@ -226,49 +253,53 @@ def test_a_plan_that_does_not_fit_says_what_to_change(
 @pytest.mark.parametrize(
     ("gpus", "shape", "placement"),
     [
-        (1, SMALL, "one card has everything"),
-        (2, SMALL, "replicate: every card has every parameter"),
-        (2, QWEN_7B, "shard: each card trains a part of the parameters and samples from a whole copy"),
+        (1, SMALL, "none (one GPU)"),
+        (2, SMALL, "replicate: every GPU has all parameters"),
+        (2, QWEN_7B, "shard: each GPU trains a part of the parameters and samples with a full copy"),
     ],
 )
 def test_a_plan_says_where_parameters_are(gpus: int, shape: ModelShape, placement: str) -> None:
     words = " ".join(plan_text(planned(gpus, shape)).split())
-    assert f"placement {placement} memory" in words and "It does not fit" not in words
+    assert f"sharding {placement} memory" in words and "It does not fit" not in words
     assert "new tokens per second" in words
 
 
 NOTES = {
     "decoding without captured graphs (it has no RoPE)": ({}, "it has no RoPE"),
     "sampling with LoRA": ({"policy.lora": 16}, None),
-    "matrices in 4 bits": ({"policy.lora": 16, "policy.bits": 4}, None),
-    "vllm was not measured for plans": ({"policy.engine": "vllm", "policy.engine_url": "http://localhost:8000"}, None),
-    "turns with an environment are counted as one answer": ({"tools": ("python",)}, None),
+    "4-bit matrices": ({"policy.lora": 16, "policy.bits": 4}, None),
+    "vllm was not measured": ({"policy.engine": "vllm", "policy.engine_url": "http://localhost:8000"}, None),
+    "a conversation is counted as one response": ({"tools": ("python",)}, None),
 }
 
 
 @pytest.mark.parametrize("note", NOTES)
 def test_a_plan_notes_what_its_costs_leave_out(note: str) -> None:
     settings, unlike = NOTES[note]
-    shape = replace(SMALL, unlike=unlike)
+    shape = replace(SMALL, eager_reason=unlike)
     assert sum(note in said for said in planned(1, shape, **settings).notes) == 1
     assert not any(note in said for said in planned(1, SMALL).notes)
 
 
-# ---- cards
+# ---- GPUs
 
 
-def test_rates_of_networks_and_kinds_of_cards() -> None:
+def test_rates_of_networks_and_kinds_of_gpus() -> None:
     given = {"40GB/s": 40e9, "400Gb/s": 50e9, "400Gbps": 50e9, "5e9": 5e9, " 1.5 TB/s ": 1.5e12, "100Mbit/s": 12.5e6}
     assert {text: bytes_per_second(text) for text in given} == given
     for text in ("", "fast", "-1GB/s", "0GB/s", "1.2.3GB/s", "40GB", "nan", "inf", "9e99"):
         with pytest.raises(ConfigError, match="--network"):
             bytes_per_second(text)
-    assert card_of("H200").measured and not card_of("h100").measured
+    assert gpu_named("H200").measured and not gpu_named("h100").measured
     with pytest.raises(ConfigError, match="mi300x"):
-        card_of("h2000")
-    cluster = Cluster(CARDS["h200"], 8, 2, 40e9)
-    assert cluster.summed(8e9, 1) == 0 and cluster.summed(8e9, 8) == pytest.approx(2 * 7 / 8 * 8 / 300)
-    assert cluster.summed(8e9, 16) == pytest.approx(2 * 15 / 16 * 8 / 40), "between nodes the network decides"
+        gpu_named("h2000")
+    cluster = Cluster(GPUS["h200"], 8, 2, 40e9)
+    assert cluster.all_reduce_seconds(8e9, 1) == 0 and cluster.all_reduce_seconds(8e9, 8) == pytest.approx(
+        2 * 7 / 8 * 8 / 300
+    )
+    assert cluster.all_reduce_seconds(8e9, 16) == pytest.approx(2 * 15 / 16 * 8 / 40), (
+        "between nodes the network decides"
+    )
 
 
 # ---- the command
@@ -309,11 +340,11 @@ def test_of_every_architecture_the_config_says_how_many_parameters_there_are(tmp
         path = written(tmp_path / kind, kind, **more)
         shape = read_shape(str(path / "config.json"))
         loaded = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
-        assert shape.every == sum(p.numel() for p in loaded.parameters()), kind
+        assert shape.num_parameters == sum(p.numel() for p in loaded.parameters()), kind
         like = kind in ("Llama", "Qwen3", "Phi3")
-        assert (shape.unlike is None) == like, (kind, shape.unlike)
+        assert (shape.eager_reason is None) == like, (kind, shape.eager_reason)
         if like:
-            assert shape.layers == 2 and shape.cache == 4 * 2 * 2 * 8 and shape.sides > 0, kind
+            assert shape.num_layers == 2 and shape.kv_bytes == 4 * 2 * 2 * 8 and shape.lora_dims > 0, kind
 
 
 @pytest.mark.long
@@ -328,14 +359,14 @@ def test_a_plan_on_the_screen_and_as_json(plan: Any, tmp_path: Path, monkeypatch
             line for line in said.out.splitlines() if not line.startswith(("samplers", "all", "4 ", "8 ", "12", "14"))
         ]
         assert max(map(len, words)) <= columns, columns
-        assert "16 × h200 on 2 nodes" in " ".join(said.out.split()) and "never measured" in " ".join(said.out.split())
+        assert "16 × h200 on 2 nodes" in " ".join(said.out.split()) and "not measured" in " ".join(said.out.split())
     found = json.loads(plan(*flags, "--json", "--network", "100GB/s", "--gpu", "h100").out)
-    assert found["cards"] | {"gpus": 8, "nodes": 2, "network": 1e11, "measured": False} == found["cards"]
-    assert found["asked"]["samplers"] == 0 and found["asked"]["untried"] is None
+    assert found["cluster"] | {"gpus": 8, "nodes": 2, "network": 1e11, "measured": False} == found["cluster"]
+    assert found["requested"]["samplers"] == 0 and found["requested"]["unsupported"] is None
     assert sum(found["memory"]["parts"].values()) == found["memory"]["total"] and found["memory"]["fits"]
-    assert found["asked"]["seconds"] == pytest.approx(sum(found["asked"]["phases"].values()))
+    assert found["requested"]["seconds"] == pytest.approx(sum(found["requested"]["phases"].values()))
     assert found["run"]["gpu_hours"] == pytest.approx(16 * found["run"]["hours"])
-    assert 12 in {way["samplers"] for way in found["ways"]}
+    assert 12 in {placement["samplers"] for placement in found["placements"]}
 
 
 @pytest.mark.long
@@ -402,10 +433,10 @@ def test_nothing_is_fitted_to_what_is_held_out() -> None:
 
 def test_what_a_token_takes_is_what_was_measured() -> None:
     lines = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "plan_gpu.json").read_text())
-    from benchmarks.plan import one_card
+    from benchmarks.plan import gpu_cost
 
     for line in (x for x in lines if x["phase"] == "update"):
-        assert one_card(line["shape"]).per_token(False) == pytest.approx(line["bytes_per_token"], rel=0.01), line[
+        assert gpu_cost(line["shape"]).bytes_per_token(False) == pytest.approx(line["bytes_per_token"], rel=0.01), line[
             "shape"
         ]
-    assert one_card("1.5b").card.memory / GIB == pytest.approx(139.8, abs=0.1)
+    assert gpu_cost("1.5b").gpu.memory / GIB == pytest.approx(139.8, abs=0.1)

@@ -1,1 +1,1 @@
-"""What a run will take on cards that are not there yet: memory, seconds, and how its work is best shared."""
+"""`ascent plan`: predicted memory, speed and placement of a run on given GPUs."""

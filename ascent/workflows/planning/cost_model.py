@@ -1,14 +1,16 @@
-"""Seconds and bytes of one card's work: a roofline with a few fitted constants.
+"""Seconds and bytes of one GPU's work: a roofline with a few fitted constants.
 
-    decoding step   layer · layers + products · max(weights / bandwidth, 2 · weights · rows / rate)
-                    + caches · live tokens / bandwidth
-    update          update + Adam's bytes / bandwidth + Σ over micro-batches of max(launch · layers, work)
-    work            operations · products / rate + attention · pairs / rate + passes · kept bytes / bandwidth
+    decode step     layer_seconds · layers + matmul_factor · max(weights / bandwidth, 2 · weights · rows / rate)
+                    + kv_read_factor · cached bytes / bandwidth
+    update          update_seconds + Adam's bytes / bandwidth
+                    + Σ over micro-batches of max(launch_seconds · layers, work)
+    work            update_matmul_factor · FLOPs / rate + update_attention_factor · attention FLOPs / rate
+                    + activation_passes · activation bytes / bandwidth
     score           a third of an update's work and launches: its forward pass
-    4-bit matrices  for every product, read and written once more in bfloat16
+    4-bit weights   for every matmul, read once and written once more in bfloat16
 
-Memory follows the learner's and the sampler's own rules (`engines.language`): 18 or 10 bytes per trained parameter,
-micro-batches that fill 60 % of what is left, caches in at most a quarter of what is free.
+Memory follows the rules of the learner and the engine: 18 or 10 bytes per trained parameter, micro-batches that fill
+60 % of the remaining memory, and a KV cache of at most a quarter of the free memory.
 """
 
 from __future__ import annotations
@@ -22,163 +24,177 @@ from ascent.models.lm_head import CHUNK_BYTES
 from ascent.models.quantization import BYTES
 from ascent.training.captured_updates import MAX_CAPTURE_FRACTION
 from ascent.training.micro_batches import ACTIVATION_FRACTION, COMPACT_BYTES_PER_PARAM, STATE_BYTES_PER_PARAM
-from ascent.workflows.planning.gpus import FIT, Card, Fit
+from ascent.workflows.planning.gpus import FITTED, FittedConstants, Gpu
 from ascent.workflows.planning.model_shapes import ModelShape
 
 MOMENTS = {STATE_BYTES_PER_PARAM: 28, COMPACT_BYTES_PER_PARAM: 20}
-"""Bytes that Adam moves per trained parameter, by those that it takes."""
+"""Bytes that Adam moves per trained parameter, by the bytes of its state."""
 PADDED = 1.125
-"""Times its tokens, the row of an update whose passes are captured, about."""
+"""Approximate length of a captured update's packed row, relative to its tokens."""
 
 
 @dataclass(frozen=True)
-class OneCard:
-    """A model on a card."""
+class GpuCostModel:
+    """The costs of a model on one GPU."""
 
     shape: ModelShape
-    card: Card
-    fit: Fit = FIT
+    gpu: Gpu
+    fit: FittedConstants = FITTED
     bits: int = 0
-    """4: what can be is kept in 4 bits."""
+    """4 if the matrices are quantized to 4 bits, 0 otherwise."""
     mixed: bool = False
-    """Is the residual stream in float32?"""
+    """Whether the residual stream is in float32."""
 
     @property
-    def stream(self) -> int:
-        """Bytes of a token's residual stream."""
-        return (4 if self.mixed else 2) * self.shape.width
+    def residual_bytes(self) -> int:
+        """Bytes of the residual stream per token."""
+        return (4 if self.mixed else 2) * self.shape.hidden_size
 
     @property
-    def kept(self) -> int:
-        """Bytes that autograd keeps of a token. Two norms per layer keep the residual stream."""
-        return self.shape.kept + 2 * self.shape.layers * (self.stream - 2 * self.shape.width)
+    def activation_bytes(self) -> int:
+        """Bytes that autograd keeps per token. Two norms per layer keep the residual stream."""
+        return self.shape.activation_bytes + 2 * self.shape.num_layers * (
+            self.residual_bytes - 2 * self.shape.hidden_size
+        )
 
     @property
-    def packed(self) -> int:
-        """Parameters in 4 bits."""
-        return self.shape.packable if self.bits else 0
+    def quantized_parameters(self) -> int:
+        """Number of parameters in 4 bits."""
+        return self.shape.quantizable if self.bits else 0
 
     @property
-    def parameters(self) -> int:
-        """Bytes of the model."""
-        return 2 * (self.shape.every - self.packed) + int(BYTES * self.packed)
+    def parameter_bytes(self) -> int:
+        """Bytes of the model's parameters."""
+        return 2 * (self.shape.num_parameters - self.quantized_parameters) + int(BYTES * self.quantized_parameters)
 
     @property
-    def unpacking(self) -> float:
-        """Seconds in which matrices in 4 bits are made again, once each."""
-        return (BYTES + 2) * self.packed / self.card.bandwidth
+    def dequantize_seconds(self) -> float:
+        """Seconds to dequantize all 4-bit matrices once."""
+        return (BYTES + 2) * self.quantized_parameters / self.gpu.bandwidth
 
     # ---- seconds
 
-    def decoding(self, rows: int, live: float) -> float:
-        """One step of this many rows, whose caches hold `live` tokens."""
-        shape, card, weights = self.shape, self.card, self.shape.blocks + self.shape.head
+    def decode_seconds(self, rows: int, live: float) -> float:
+        """Return the seconds of a decode step of `rows` sequences with `live` cached tokens in total."""
+        shape, gpu, weights = self.shape, self.gpu, self.shape.block_parameters + self.shape.head_parameters
         filled = next((bucket for bucket in BUCKETS if bucket >= rows), rows)
-        products = max(2 * weights / card.bandwidth, 2 * weights * filled / card.rate)
-        caches = live * shape.cache / card.bandwidth
-        return self.fit.layer * shape.layers + self.fit.products * products + self.fit.caches * caches + self.unpacking
+        products = max(2 * weights / gpu.bandwidth, 2 * weights * filled / gpu.rate)
+        caches = live * shape.kv_bytes / gpu.bandwidth
+        return (
+            self.fit.layer_seconds * shape.num_layers
+            + self.fit.matmul_factor * products
+            + self.fit.kv_read_factor * caches
+            + self.dequantize_seconds
+        )
 
-    def encoding(self, prompts: int, tokens: float) -> float:
-        """Prompts into caches, a few at a time; or caches anew, after an update."""
-        launches = self.fit.layer * self.shape.layers * -(-prompts // TOGETHER)
-        return launches + self.fit.operations * 2 * self.shape.blocks * tokens / self.card.rate
+    def prefill_seconds(self, prompts: int, tokens: float) -> float:
+        """Return the seconds to prefill prompts, or to compute the KV cache again after an update."""
+        launches = self.fit.layer_seconds * self.shape.num_layers * -(-prompts // TOGETHER)
+        return launches + self.fit.update_matmul_factor * 2 * self.shape.block_parameters * tokens / self.gpu.rate
 
-    def update(
+    def update_seconds(
         self,
-        batch: Tokens,
+        batch: TokenCounts,
         room: float,
         trained: int,
         again: bool = False,
         per: int = STATE_BYTES_PER_PARAM,
         alone: bool = True,
     ) -> float:
-        """Gradients of a batch in micro-batches of at most `room` tokens, and a step of Adam. `alone`: in one rank."""
+        """Return the seconds of an update with micro-batches of at most `room` tokens.
+
+        `again`: gradient checkpointing; `per`: bytes per trained parameter; `alone`: there is one rank.
+        """
         micro = max(1, -(-batch.tokens // max(1, room)))
-        work = self._work(batch, again)
+        work = self._work_seconds(batch, again)
         launched = 0.0
-        if again or not alone or per != STATE_BYTES_PER_PARAM or not self._captured(batch, micro, trained):
-            launched = self.fit.launch * self.shape.layers * micro * (4 / 3 if again else 1)
+        if again or not alone or per != STATE_BYTES_PER_PARAM or not self._is_captured(batch, micro, trained):
+            launched = self.fit.launch_seconds * self.shape.num_layers * micro * (4 / 3 if again else 1)
         passes = max(launched, work)
-        passes += 2 * micro * self.unpacking  # forward and back
-        return self.fit.update + MOMENTS[per] * trained / self.card.bandwidth + passes
+        passes += 2 * micro * self.dequantize_seconds  # forward and back
+        return self.fit.update_seconds + MOMENTS[per] * trained / self.gpu.bandwidth + passes
 
-    def _captured(self, batch: Tokens, micro: float, trained: int) -> bool:
-        """Are the passes of such an update captured as graphs, so that the host has little to launch?"""
-        held = PADDED * batch.tokens * self.kept + 4 * trained
-        return micro == 1 and held < MAX_CAPTURE_FRACTION * self.card.memory
+    def _is_captured(self, batch: TokenCounts, micro: float, trained: int) -> bool:
+        """Whether the update is captured as CUDA graphs, so that the host launches little."""
+        graph_bytes = PADDED * batch.tokens * self.activation_bytes + 4 * trained
+        return micro == 1 and graph_bytes < MAX_CAPTURE_FRACTION * self.gpu.memory
 
-    def score(self, batch: Tokens, room: float) -> float:
-        """Log-probs of a batch: forward passes."""
+    def score_seconds(self, batch: TokenCounts, room: float) -> float:
+        """Return the seconds to compute the log-probs of a batch (forward passes)."""
         micro = max(1, -(-batch.tokens // max(1, room)))
-        return max(self.fit.launch / 3 * self.shape.layers * micro, self._work(batch, False, third=True))
+        return max(
+            self.fit.launch_seconds / 3 * self.shape.num_layers * micro, self._work_seconds(batch, False, third=True)
+        )
 
-    def _work(self, batch: Tokens, again: bool, third: bool = False) -> float:
-        """Seconds of the card for a forward and a backward pass; `again`: layers are computed twice."""
+    def _work_seconds(self, batch: TokenCounts, again: bool, third: bool = False) -> float:
+        """Return GPU seconds of a forward and a backward pass; `again`: the forward pass is repeated."""
         shape, fit = self.shape, self.fit
-        blocks, head = 6.0 * shape.blocks * batch.tokens, 8.0 * shape.head * batch.loss
-        pairs = 12 * shape.layers * shape.heads * shape.channel * batch.pairs
-        kept = fit.passes * self.kept * batch.tokens / self.card.bandwidth
+        blocks, head = 6.0 * shape.block_parameters * batch.tokens, 8.0 * shape.head_parameters * batch.loss
+        pairs = 12 * shape.num_layers * shape.num_heads * shape.head_dim * batch.pairs
+        kept = fit.activation_passes * self.activation_bytes * batch.tokens / self.gpu.bandwidth
         if third:
             blocks, head, pairs, kept = blocks / 3, head / 4, pairs / 3, kept / 3
-        layers = (fit.operations * blocks + fit.attention * pairs) / self.card.rate + kept
-        return layers * (4 / 3 if again else 1) + fit.operations * head / self.card.rate
+        layers = (fit.update_matmul_factor * blocks + fit.update_attention_factor * pairs) / self.gpu.rate + kept
+        return layers * (4 / 3 if again else 1) + fit.update_matmul_factor * head / self.gpu.rate
 
     # ---- bytes
 
-    def state(
+    def state_bytes(
         self, trained: int, reference: bool, critic: int, ranks: int = 1, per: int = STATE_BYTES_PER_PARAM
     ) -> dict[str, int]:
-        """What is there whatever the batch is, `critic` bytes of a critic among it.
+        """Return the bytes that do not depend on the batch, by part; `critic`: bytes of a critic.
 
-        `ranks`: over how many it is in shards; `per`: bytes of a trained parameter.
+        `ranks`: over how many ranks the state is sharded; `per`: bytes per trained parameter.
         """
         name = "float32 copy, gradients, Adam" if per == STATE_BYTES_PER_PARAM else "gradients and Adam in bfloat16"
-        parts = {"parameters": self.parameters, name: (per - 2) * trained // ranks}
+        parts = {"parameters": self.parameter_bytes, name: (per - 2) * trained // ranks}
         if reference:
             parts["reference"] = (4 if ranks > 1 else 2) * trained // ranks
         if critic:
             parts["critic"] = critic // ranks
-        frozen = trained < self.shape.head
-        parts["head"] = 3 * CHUNK_BYTES["cuda"] + (0 if frozen else 6 * self.shape.head)
+        frozen = trained < self.shape.head_parameters
+        parts["head"] = 3 * CHUNK_BYTES["cuda"] + (0 if frozen else 6 * self.shape.head_parameters)
         return parts
 
-    def per_token(self, checkpointing: bool) -> int:
-        """What a token of a micro-batch takes."""
-        layer = self.kept // self.shape.layers
-        return 2 * layer + self.stream * self.shape.layers if checkpointing else self.kept + layer
+    def bytes_per_token(self, checkpointing: bool) -> int:
+        """Return the bytes per token of a micro-batch."""
+        layer = self.activation_bytes // self.shape.num_layers
+        return (
+            2 * layer + self.residual_bytes * self.shape.num_layers if checkpointing else self.activation_bytes + layer
+        )
 
-    def micro(self, state: int, checkpointing: bool) -> float:
-        """Tokens of the largest micro-batch that the learner would take."""
-        return max(1.0, ACTIVATION_FRACTION * max(0, self.card.memory - state) / self.per_token(checkpointing))
+    def micro_batch_tokens(self, state: int, checkpointing: bool) -> float:
+        """Return the tokens of the largest micro-batch that fits."""
+        return max(1.0, ACTIVATION_FRACTION * max(0, self.gpu.memory - state) / self.bytes_per_token(checkpointing))
 
-    def cached(self, state: int) -> float:
-        """Tokens of caches that the sampler would hold at most."""
-        return CACHES * max(0, self.card.memory - state) / self.shape.cache
+    def max_cached_tokens(self, state: int) -> float:
+        """Return the maximum number of tokens in the KV cache."""
+        return CACHES * max(0, self.gpu.memory - state) / self.shape.kv_bytes
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """What a learner is given: numbers of its tokens."""
+class TokenCounts:
+    """The numbers of tokens that a learner trains on."""
 
     tokens: int
-    """Of prompts, once per group, and of responses."""
+    """Tokens of prompts (once per group) and responses."""
     loss: int
-    """Of responses."""
+    """Tokens of responses."""
     pairs: float
-    """Pairs of tokens of which one sees the other."""
+    """Pairs of tokens of which one attends to the other."""
 
     @classmethod
-    def of(cls, prompt: int, groups: list[list[int]]) -> Tokens:
-        """Groups of responses of these lengths to prompts of one length."""
+    def of(cls, prompt: int, groups: list[list[int]]) -> TokenCounts:
+        """Count the tokens of groups of responses with these lengths; all prompts have one length."""
         loss = sum(map(sum, groups))
-        pairs = sum(prompt * (prompt + 1) / 2 + sum(n * prompt + n * (n + 1) / 2 for n in own) for own in groups)
+        pairs = sum(prompt * (prompt + 1) / 2 + sum(n * prompt + n * (n + 1) / 2 for n in group) for group in groups)
         return cls(len(groups) * prompt + loss, loss, pairs)
 
 
 def forward_passes(config: Config) -> int:
-    """Forward passes over a batch before its updates: of the old policy, the reference, the critic.
+    """Return the number of forward passes over a batch before its updates: old policy, reference, critic.
 
-    In bfloat16 old log-probs are taken to come from the learner, unless the config says otherwise.
+    In bfloat16 the old log-probs are assumed to come from the learner, unless the config says otherwise.
     """
     algorithm = config.algorithm
     return int(config.old_logp != "sampler") + int(algorithm.reference.kept) + int(algorithm.critic.on)

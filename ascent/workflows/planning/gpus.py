@@ -1,7 +1,7 @@
-"""Kinds of GPU and networks: what one card can do, and what the model of costs was fitted to.
+"""GPUs, networks, and the fitted constants of the cost model.
 
-One H200 was measured (benchmarks/results/plan.md). Every other kind is assumed: its published bandwidth and
-operations, times the share of them that an H200 reaches, with the overheads of an H200's host.
+Only the H200 was measured (benchmarks/results/plan.md). Any other GPU is assumed to reach the same fraction of its
+published bandwidth and FLOP/s as an H200, with the overheads of an H200's host.
 """
 
 from __future__ import annotations
@@ -16,105 +16,104 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Card:
-    """A kind of GPU. Rates are those that can be reached, in bytes and bfloat16 operations per second."""
+class Gpu:
+    """A kind of GPU, with the bandwidth (bytes/s) and the bfloat16 FLOP/s that it reaches in practice."""
 
     name: str
     memory: int
     bandwidth: float
     rate: float
     link: float
-    """Bytes per second between two cards of a node, one way."""
+    """Bytes per second between two GPUs of a node, in one direction."""
     measured: bool = False
 
 
-def _assumed(name: str, gigabytes: float, terabytes: float, teraflops: float, link: float) -> Card:
-    """From what a vendor publishes: an H200 reaches 4.3 of 4.8 TB/s and 790 of 989 TFLOP/s."""
+def _unmeasured_gpu(name: str, gigabytes: float, terabytes: float, teraflops: float, link: float) -> Gpu:
+    """Derive the rates from published ones: an H200 reaches 4.3 of 4.8 TB/s and 790 of 989 TFLOP/s."""
     memory = int(0.985 * gigabytes * 1e9) if gigabytes > 100 else int(0.985 * gigabytes * GIB)
-    return Card(name, memory, terabytes * 1e12 * 4.3 / 4.8, teraflops * 1e12 * 790 / 989, link)
+    return Gpu(name, memory, terabytes * 1e12 * 4.3 / 4.8, teraflops * 1e12 * 790 / 989, link)
 
 
-CARDS: dict[str, Card] = {
-    card.name: card
-    for card in (
-        Card("h200", 150_109_880_320, 4.3e12, 790e12, 300e9, measured=True),
-        _assumed("h100", 80, 3.35, 989, 300e9),
-        _assumed("b200", 180, 8.0, 2250, 600e9),
-        _assumed("a100", 80, 2.04, 312, 200e9),
-        _assumed("mi300x", 192, 5.3, 1307, 300e9),
-        _assumed("l40s", 48, 0.864, 362, 20e9),
-        _assumed("rtx4090", 24, 1.01, 165, 20e9),
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("h200", 150_109_880_320, 4.3e12, 790e12, 300e9, measured=True),
+        _unmeasured_gpu("h100", 80, 3.35, 989, 300e9),
+        _unmeasured_gpu("b200", 180, 8.0, 2250, 600e9),
+        _unmeasured_gpu("a100", 80, 2.04, 312, 200e9),
+        _unmeasured_gpu("mi300x", 192, 5.3, 1307, 300e9),
+        _unmeasured_gpu("l40s", 48, 0.864, 362, 20e9),
+        _unmeasured_gpu("rtx4090", 24, 1.01, 165, 20e9),
     )
 }
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Constants of the model of costs, fitted to one H200: `python -m benchmarks.plan` fits them anew and compares."""
+class FittedConstants:
+    """Constants of the cost model, fitted to one H200. `python -m benchmarks.plan` repeats the fit and compares."""
 
-    layer: float = 3.30e-5
-    """Seconds that a layer takes in a decoding step, however little it computes."""
-    products: float = 1.42
-    """Products of a decoding step: times the least, by bytes or operations."""
-    caches: float = 1.12
-    """Attention of a decoding step: times the least, by the bytes of the caches."""
-    operations: float = 1.0
-    """Products of an update: times the least, by operations."""
-    attention: float = 2.93
-    """Attention of an update: times the least, by operations."""
-    passes: float = 13.1
-    """Times that an update moves what autograd keeps of a token."""
-    launch: float = 3.65e-3
-    """Seconds that the host takes for a layer of a micro-batch, forward and backward; the card works meanwhile."""
-    update: float = 1.38e-2
-    """Seconds of an update beside its micro-batches."""
+    layer_seconds: float = 3.30e-5
+    """Minimum seconds of a layer in a decode step."""
+    matmul_factor: float = 1.42
+    """Matmuls of a decode step, relative to the roofline."""
+    kv_read_factor: float = 1.12
+    """Attention of a decode step, relative to reading the KV cache at full bandwidth."""
+    update_matmul_factor: float = 1.0
+    """Matmuls of an update, relative to their FLOPs at the full rate."""
+    update_attention_factor: float = 2.93
+    """Attention of an update, relative to its FLOPs at the full rate."""
+    activation_passes: float = 13.1
+    """How often an update moves the activations that autograd keeps."""
+    launch_seconds: float = 3.65e-3
+    """Host seconds per layer and micro-batch, forward and backward; the GPU works at the same time."""
+    update_seconds: float = 1.38e-2
+    """Seconds of an update in addition to its micro-batches."""
 
 
-FIT = Fit()
+FITTED = FittedConstants()
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal cards."""
+    """Equal nodes of equal GPUs."""
 
-    card: Card
-    gpus: int
-    """Cards of a node."""
+    gpu: Gpu
+    gpus_per_node: int
     nodes: int
     network: float
-    """Bytes per second that a node sends to others."""
+    """Bytes per second that a node sends to other nodes."""
 
     @property
     def size(self) -> int:
-        return self.gpus * self.nodes
+        return self.gpus_per_node * self.nodes
 
-    def across(self, ranks: int) -> float:
-        """Bytes per second of each rank in a ring over so many: a node's network is shared by nobody in a ring."""
-        return self.card.link if ranks <= self.gpus else min(self.card.link, self.network)
+    def bandwidth_per_rank(self, ranks: int) -> float:
+        """Return the bytes per second of each rank in a ring of `ranks`; a ring crosses each node's network once."""
+        return self.gpu.link if ranks <= self.gpus_per_node else min(self.gpu.link, self.network)
 
-    def summed(self, data: float, ranks: int) -> float:
-        """Seconds in which every rank has the sum of everybody's numbers (a ring)."""
-        return 0.0 if ranks == 1 else 2 * (ranks - 1) / ranks * data / self.across(ranks)
+    def all_reduce_seconds(self, data: float, ranks: int) -> float:
+        """Return the seconds of a ring all-reduce of `data` bytes."""
+        return 0.0 if ranks == 1 else 2 * (ranks - 1) / ranks * data / self.bandwidth_per_rank(ranks)
 
-    def gathered(self, data: float, ranks: int) -> float:
-        """Seconds in which every rank has everybody's part of this many bytes, or sums them into parts."""
-        return self.summed(data, ranks) / 2
+    def all_gather_seconds(self, data: float, ranks: int) -> float:
+        """Return the seconds of an all-gather or a reduce-scatter of `data` bytes."""
+        return self.all_reduce_seconds(data, ranks) / 2
 
 
-def card_of(name: str) -> Card:
-    if name.lower() not in CARDS:
-        raise ConfigError(f"--gpu {name}: there are {', '.join(CARDS)}.{nearest(name.lower(), CARDS)}")
-    return CARDS[name.lower()]
+def gpu_named(name: str) -> Gpu:
+    if name.lower() not in GPUS:
+        raise ConfigError(f"--gpu {name}: no such GPU. There are {', '.join(GPUS)}.{nearest(name.lower(), GPUS)}")
+    return GPUS[name.lower()]
 
 
 def bytes_per_second(text: str) -> float:
-    """40GB/s, 400Gb/s, 5e9."""
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*(?:([kMGT]?)(b|B|bit)(?:/s|ps))?\s*", text)
+    """Parse a rate such as 40GB/s, 400Gb/s or 5e9."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*(?:([kMGT]?)(b|B|bit)(?:/s|ps))?\s*", text)
     try:
-        value = float(found[1]) if found else 0.0
+        value = float(match[1]) if match else 0.0
     except ValueError:
         value = 0.0
-    if found is None or not 0 < value < 1e18:
-        raise ConfigError(f"--network {text}: bytes per second of a node, as 40GB/s, or bits, as 400Gb/s")
-    scale = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.get(found[2] or "", 1.0)
-    return value * scale / (1 if found[3] in (None, "B") else 8)
+    if match is None or not 0 < value < 1e18:
+        raise ConfigError(f"--network {text}: set the rate of a node in bytes (40GB/s) or bits (400Gb/s)")
+    scale = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.get(match[2] or "", 1.0)
+    return value * scale / (1 if match[3] in (None, "B") else 8)

@@ -15,66 +15,69 @@ from ascent.models.decoder_model import UnsupportedArchitectureError, check_like
 from ascent.models.quantization import BLOCK
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Fields of a config that say that a token passes through a part of the weights only."""
+"""Config fields of mixture-of-experts models."""
 
 MOST_LAYERS = 1000
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a model costs is decided by these numbers."""
+    """The numbers of a model that decide its costs."""
 
     kind: str
-    """transformers' name of the architecture: llama, qwen2, …"""
-    layers: int
-    width: int
-    inner: int
-    """Width inside of an MLP."""
-    heads: int
-    shared: int
-    """Key-value heads."""
-    channel: int
-    """Channels of a head."""
-    vocab: int
-    blocks: int
-    """Parameters that every token is multiplied with, but the head's."""
-    every: int
-    """All parameters; tied ones count once."""
-    sides: int
-    """Inputs and outputs of all matrices in the blocks: LoRA trains `rank` parameters for each."""
-    positions: int | None
-    unlike: str | None
-    """Why it decodes without captured graphs, if it does."""
-    packable: int = 0
-    """Parameters in matrices that can be kept in 4 bits."""
-    normed: bool = False
-    """Have queries and keys norms of their own?"""
+    """The model_type of transformers: llama, qwen2, …"""
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    block_parameters: int
+    """Parameters of the transformer blocks, without embedding and output head."""
+    num_parameters: int
+    """All parameters; tied ones are counted once."""
+    lora_dims: int
+    """Sum of the input and output dimensions of all matrices: LoRA trains `rank` parameters for each dimension."""
+    max_positions: int | None
+    eager_reason: str | None
+    """Why the model decodes without CUDA graphs; None if it uses them."""
+    quantizable: int = 0
+    """Parameters in matrices that can be quantized to 4 bits."""
+    has_qk_norm: bool = False
+    """Whether queries and keys are normalized."""
 
     @property
-    def head(self) -> int:
-        return self.vocab * self.width
+    def head_parameters(self) -> int:
+        return self.vocab_size * self.hidden_size
 
     @property
-    def cache(self) -> int:
-        """Bytes of a token's keys and values in bfloat16."""
-        return 4 * self.layers * self.shared * self.channel
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values per token in bfloat16."""
+        return 4 * self.num_layers * self.num_kv_heads * self.head_dim
 
     @property
-    def kept(self) -> int:
-        """Bytes that autograd keeps of a token in bfloat16, about: fused norms and gates, flash attention."""
-        layer = 4 * self.width + 2 * (self.heads + self.shared) * self.channel + 3 * self.inner
-        norms = (self.heads + self.shared) * (2 * self.channel + 8) if self.normed else 0
-        return self.layers * (2 * layer + 4 * self.heads + 8 + norms)
+    def activation_bytes(self) -> int:
+        """Approximate bytes that autograd keeps per token in bfloat16 (fused norms and gates, flash attention)."""
+        layer = (
+            4 * self.hidden_size + 2 * (self.num_heads + self.num_kv_heads) * self.head_dim + 3 * self.intermediate_size
+        )
+        norms = (self.num_heads + self.num_kv_heads) * (2 * self.head_dim + 8) if self.has_qk_norm else 0
+        return self.num_layers * (2 * layer + 4 * self.num_heads + 8 + norms)
 
-    def trained(self, lora: int, last_layers: int) -> int:
-        """Parameters that are trained."""
+    def trained_parameters(self, lora: int, last_layers: int) -> int:
+        """Return the number of trained parameters."""
         if lora:
-            return lora * self.sides
-        return min(last_layers, self.layers) * self.blocks // self.layers if last_layers else self.every
+            return lora * self.lora_dims
+        return (
+            min(last_layers, self.num_layers) * self.block_parameters // self.num_layers
+            if last_layers
+            else self.num_parameters
+        )
 
 
 def read_shape(model: str) -> ModelShape:
-    """The shape of the model in a folder, of a config.json, or of a name on the hub."""
+    """Read the shape of a model from its folder, its config.json, or the Hugging Face hub."""
     if not model:
         raise ConfigError(
             "--model is missing: set the folder of a model, its config.json alone, or its name on the hub"
@@ -91,7 +94,7 @@ def read_shape(model: str) -> ModelShape:
     transformers.utils.logging.set_verbosity_error()
     try:
         if path.is_file():
-            json.loads(path.read_text())  # transformers' own words for a broken file are long
+            json.loads(path.read_text())  # a shorter error than that of transformers
         config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
         config = config.get_text_config(decoder=True)
         refuse_unmeasured(model, config)
@@ -101,12 +104,12 @@ def read_shape(model: str) -> ModelShape:
     except ConfigError:
         raise
     except (*UNREADABLE, RecursionError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else "no words"
+        first = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
         raise ConfigError(f"--model {model}: its config cannot be read: {type(error).__name__}: {first}") from None
 
 
 def refuse_unmeasured(model: str, config: Any) -> None:
-    """There is no plan for architectures whose costs are others than those that were measured."""
+    """Raise ConfigError for an architecture whose costs the model does not cover."""
     experts = next((name for name in EXPERTS if (getattr(config, name, None) or 0) > 1), None)
     if experts is not None:
         why = f"it is a mixture of experts ({experts} {getattr(config, experts)})"
@@ -116,11 +119,11 @@ def refuse_unmeasured(model: str, config: Any) -> None:
         why = f"it has {config.num_hidden_layers} layers"
     else:
         return
-    raise ConfigError(f"--model {model}: {why}. Nothing of the kind was measured, so there is no plan for it")
+    raise ConfigError(f"--model {model}: {why}. Such models were not measured, so `ascent plan` does not support them")
 
 
 def shape_of(model: Any) -> ModelShape:
-    """Of a model, which may lie on the meta device."""
+    """Return the shape of a model, which may be on the meta device."""
     config, backbone = model.config, backbone_of(model)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     heads = getattr(config, "num_attention_heads", None) or 1
@@ -132,18 +135,20 @@ def shape_of(model: Any) -> ModelShape:
         unlike = str(error)
     return ModelShape(
         kind=config.model_type,
-        layers=config.num_hidden_layers,
-        width=config.hidden_size,
-        inner=getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None) or 4 * config.hidden_size,
-        heads=heads,
-        shared=getattr(config, "num_key_value_heads", None) or heads,
-        channel=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        vocab=head.shape[0],
-        blocks=sum(p.numel() for p in backbone.parameters()) - embedding.numel(),
-        every=sum(p.numel() for p in model.parameters()),
-        sides=sum(sum(weight.shape) for weight in matrices),
-        positions=getattr(config, "max_position_embeddings", None),
-        unlike=unlike,
-        packable=sum(w.numel() for w in matrices if w.shape[-1] % BLOCK == 0),
-        normed=any(hasattr(module, "q_norm") for module in backbone.modules()),
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None)
+        or getattr(config, "ffn_dim", None)
+        or 4 * config.hidden_size,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocab_size=head.shape[0],
+        block_parameters=sum(p.numel() for p in backbone.parameters()) - embedding.numel(),
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        lora_dims=sum(sum(weight.shape) for weight in matrices),
+        max_positions=getattr(config, "max_position_embeddings", None),
+        eager_reason=unlike,
+        quantizable=sum(w.numel() for w in matrices if w.shape[-1] % BLOCK == 0),
+        has_qk_norm=any(hasattr(module, "q_norm") for module in backbone.modules()),
     )

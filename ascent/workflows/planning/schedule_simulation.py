@@ -1,8 +1,8 @@
-"""Cards that sample and train, simulated: who decodes what when, and who waits for whom.
+"""Simulation of GPUs that sample and train, to find how long they wait for each other.
 
-A ticket is one step's responses. Those of step s may begin once the weights of update s − K are there (`--ahead K`). A
-step is trained when all of its responses have ended, on every card. Cards that do both stop decoding while they train;
-cards that only sample go on with the tickets that they have.
+The responses of step s may begin once the weights of update s − K are loaded (`--ahead K`). A step is trained when all
+of its responses have ended on every GPU. GPUs that sample and train stop decoding while they train; GPUs that only
+sample continue with the responses of later steps.
 """
 
 from __future__ import annotations
@@ -12,116 +12,117 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ascent.workflows.planning.cost_model import OneCard
+from ascent.workflows.planning.cost_model import GpuCostModel
 
-Draw = Callable[[int, int], list[list[int]]]
-"""The lengths of the responses that a card samples in a step, by prompt: called with the card and the step."""
+SampleLengths = Callable[[int, int], list[list[int]]]
+"""Returns the lengths of the responses of a GPU in a step, by prompt; called with the GPU and the step."""
 
 
-class Decoder:
-    """One card that decodes: its clock, the responses that run, and those that wait for a lane."""
+class SimulatedGpu:
+    """One GPU that decodes: its clock, the running responses, and those that wait for a place in the batch."""
 
-    def __init__(self, one: OneCard, rows: int, prompt: int):
-        self.one, self.rows, self.prompt = one, rows, prompt
+    def __init__(self, cost: GpuCostModel, rows: int, prompt: int):
+        self.cost, self.rows, self.prompt = cost, rows, prompt
         self.clock = self.busy = self.begun = 0.0
-        self.left: Counter[int] = Counter()
-        """Responses of each step that have not ended."""
+        self.unfinished: Counter[int] = Counter()
+        """Number of unfinished responses of each step."""
         self._waiting: deque[tuple[int, int, float]] = deque()
         self._running: list[tuple[float, int, int, float]] = []
-        """The step at which each ends, its length, its ticket, and what it holds of its prompt."""
-        self._at = 0.0
-        """Decoding steps so far."""
-        self._live = 0.0
+        """For each response: its last decode step, its length, its training step, and its share of the prompt."""
+        self._decode_step = 0.0
+        """Decode steps so far."""
+        self._live_tokens = 0.0
 
     def add(self, step: int, groups: Iterable[list[int]]) -> None:
-        """A ticket: its prompts are encoded now. A group's prompt is held once: each response holds its share."""
+        """Add the responses of a step and prefill their prompts. A group shares one cached prompt."""
         prompts = 0
-        for own in groups:
+        for group in groups:
             prompts += 1
-            self._waiting.extend((step, length, self.prompt / len(own)) for length in own)
-            self.left[step] += len(own)
-        self._spend(self.one.encoding(prompts, prompts * self.prompt))
+            self._waiting.extend((step, length, self.prompt / len(group)) for length in group)
+            self.unfinished[step] += len(group)
+        self._spend(self.cost.prefill_seconds(prompts, prompts * self.prompt))
 
-    def encode_again(self, sync: float) -> None:
-        """New weights, which take so long to arrive: what the running responses hold is computed anew."""
+    def load_weights(self, sync: float) -> None:
+        """Load new weights in `sync` seconds, and prefill the running responses again."""
         self.clock += sync
-        self._spend(self.one.encoding(len(self._running), self._live))
+        self._spend(self.cost.prefill_seconds(len(self._running), self._live_tokens))
 
     def _spend(self, seconds: float) -> None:
         self.clock += seconds
         self.busy += seconds
 
     def run(self, step: int | None, until: float) -> None:
-        """Decode until a step's responses have ended (None: as long as there is anything), or until a time."""
-        while (step is None or self.left[step]) and self.clock < until and (self._running or self._waiting):
+        """Decode until the responses of a step (None: all responses) have ended, or until a time."""
+        while (step is None or self.unfinished[step]) and self.clock < until and (self._running or self._waiting):
             while self._waiting and len(self._running) < self.rows:
                 number, length, shared = self._waiting.popleft()
-                heapq.heappush(self._running, (self._at + length, length, number, shared))
-                self._live += shared
-            rows, stride = len(self._running), self._running[0][0] - self._at
-            seconds = self.one.decoding(rows, self._live + rows * stride / 2)
+                heapq.heappush(self._running, (self._decode_step + length, length, number, shared))
+                self._live_tokens += shared
+            rows, stride = len(self._running), self._running[0][0] - self._decode_step
+            seconds = self.cost.decode_seconds(rows, self._live_tokens + rows * stride / 2)
             if self.clock + stride * seconds > until:
                 stride = (until - self.clock) / seconds
             self._spend(stride * seconds)
-            self._at += stride
-            self._live += rows * stride
-            while self._running and self._running[0][0] <= self._at + 1e-6:
+            self._decode_step += stride
+            self._live_tokens += rows * stride
+            while self._running and self._running[0][0] <= self._decode_step + 1e-6:
                 _, length, number, shared = heapq.heappop(self._running)
-                self.left[number] -= 1
-                self._live -= length + shared
+                self.unfinished[number] -= 1
+                self._live_tokens -= length + shared
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a step, in the long run."""
+    """Average seconds of a step."""
 
     step: float
     """From one update to the next."""
     sample: float
-    """Of that, for which no card trains: all wait for the last response of the step."""
+    """The part in which no GPU trains, because all wait for the last response of the step."""
     busy: float
-    """For which a card that samples decodes, on average."""
+    """The part in which a sampling GPU decodes, on average."""
 
 
 def simulate(
-    cards: list[Decoder],
-    draw: Draw,
+    gpus: list[SimulatedGpu],
+    sample_lengths: SampleLengths,
     ahead: int,
     learn: float,
     sync: float,
     together: bool,
     span: tuple[int, int] | None = None,
 ) -> Timing:
-    """The steps after those that fill the pipe. `learn`: seconds from the last response to the new weights.
+    """Simulate steps and return their average timing.
 
-    `span`: the steps before those that count, and the number of those.
+    `learn`: seconds from the last response of a step to its new weights. `together`: the GPUs sample and train.
+    `span`: the number of warm-up steps, and of measured steps.
     """
     warm, steps = span or (2 * ahead, 4 + 3 * ahead)
     ready = [0.0] * (ahead + 1)
-    """When the ticket of a step may begin."""
-    given, learned, waits, ends = [0] * len(cards), 0.0, [0.0], [0.0]
+    """When the responses of a step may begin."""
+    begun, learned, waits, ends = [0] * len(gpus), 0.0, [0.0], [0.0]
     for step in range(warm + steps):
-        for number, card in enumerate(cards):
-            while card.left[step] or given[number] <= step:
-                following = ready[given[number]] if given[number] < len(ready) else float("inf")
-                if following <= card.clock or not card.left[step]:
-                    card.clock = max(card.clock, following)
-                    card.add(given[number], draw(number, given[number]))
-                    given[number] += 1
-                card.run(step, ready[given[number]] if given[number] < len(ready) else float("inf"))
-        sampled = max(card.clock for card in cards)
+        for number, gpu in enumerate(gpus):
+            while gpu.unfinished[step] or begun[number] <= step:
+                following = ready[begun[number]] if begun[number] < len(ready) else float("inf")
+                if following <= gpu.clock or not gpu.unfinished[step]:
+                    gpu.clock = max(gpu.clock, following)
+                    gpu.add(begun[number], sample_lengths(number, begun[number]))
+                    begun[number] += 1
+                gpu.run(step, ready[begun[number]] if begun[number] < len(ready) else float("inf"))
+        sampled = max(gpu.clock for gpu in gpus)
         waits.append(max(0.0, sampled - (ends[-1] if together else learned)))
         learned = max(sampled, learned) + learn
-        for card in cards:
+        for gpu in gpus:
             if together:
-                card.run(None, sampled)
-                card.clock = learned + sync
-            card.encode_again(0.0 if together else sync)
+                gpu.run(None, sampled)
+                gpu.clock = learned + sync
+            gpu.load_weights(0.0 if together else sync)
         ready.append(learned + sync)
         ends.append(learned + sync)
         if step + 1 == warm:
-            for card in cards:
-                card.begun = card.busy
+            for gpu in gpus:
+                gpu.begun = gpu.busy
     count = len(ends) - 1 - warm
-    busy = sum(card.busy - card.begun for card in cards) / len(cards)
+    busy = sum(gpu.busy - gpu.begun for gpu in gpus) / len(gpus)
     return Timing((ends[-1] - ends[warm]) / count, sum(waits[warm + 1 :]) / count, busy / count)
