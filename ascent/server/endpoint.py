@@ -51,7 +51,7 @@ Handler = Callable[[Request, OpenSession | None], Awaitable[Response]]
 class EndpointConnection(Connection):
     """Connections of the endpoint: each agent has its own, and all of them come from one machine."""
 
-    most_of_peer, most_open = 2048, 4096
+    max_peer_connections, max_connections = 2048, 4096
 
 
 class Endpoint:

@@ -18,6 +18,7 @@ from ascent.environments.chat_session import ChatRenderer, HistoryMismatchError,
 from ascent.environments.tool_call_formats import Schema
 from ascent.environments.turn_parser import AssistantTurn, TokenParser
 from ascent.inference.request_queue import Completion, CompletionDelta, Request, RequestQueue
+from ascent.server.connections import wait_for_disconnect
 from ascent.server.open_sessions import OpenSession, OpenSessions, SessionSettings
 from ascent.server.openai_requests import SamplingFields
 from ascent.server.openai_responses import ApiError
@@ -279,8 +280,3 @@ class EventDispatcher:
             events, event = self._pending.popleft()
             with suppress(RuntimeError):  # the loop of these events has ended
                 events.put_nowait(event)
-
-
-async def wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

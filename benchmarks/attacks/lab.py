@@ -365,7 +365,7 @@ def held_connections(folder: Path) -> str | None:
 
 def room_for_all() -> None:
     connections.make_room = lambda _: None
-    connections.PATIENCE = 1e6
+    connections.PEER_SECONDS = 1e6
 
 
 def many_trainings(folder: Path) -> str | None:

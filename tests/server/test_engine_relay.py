@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from starlette.exceptions import HTTPException
 from transformers import AutoModelForCausalLM
 
 import ascent
@@ -208,12 +209,12 @@ def test_damaged_weights_are_sent_again(stack: ExitStack, monkeypatch: pytest.Mo
     monkeypatch.setenv("A_KEY", KEY)
     through = lambda server: stack.enter_context(relaying(server.url)).url  # noqa: E731
     world = World(stack, through=through, policy={"engine_key_env": "A_KEY"})
-    whole, wrong = relay_module.write_body, [1]
+    whole, wrong = relay_module.write_upload, [1]
 
     async def damaged(*args: Any) -> int:
         return await whole(*args) + (wrong.pop() if wrong else 0)
 
-    monkeypatch.setattr(relay_module, "write_body", damaged)
+    monkeypatch.setattr(relay_module, "write_upload", damaged)
     world.load(0)
     assert not wrong and gap(world.lm, world.generate()) < 1e-5
     wrong += [1] * 9
@@ -302,7 +303,7 @@ def test_sizes_are_bounded_before_anything_is_written(
     quiet: Relaying, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_files, "SHARED", tmp_path)
-    monkeypatch.setattr(relay_module, "MOST_WORDS", 1000)
+    monkeypatch.setattr(relay_module, "MAX_BODY_BYTES", 1000)
     assert quiet.ask("POST", "/generate", content=b"x" * 1001).status_code == 413
     head = f"PUT /weights HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {2**30 + 1}\r\n\r\n"
     with closing(socket.create_connection(("127.0.0.1", quiet.port))) as peer:
@@ -429,7 +430,7 @@ def test_the_command_hands_its_flags_to_the_relay(
         signal.signal(signal.SIGTERM, handler)
     (relay,) = made
     assert closed == made, "weights that it holds are removed"
-    assert relay.limit == 3 * 2**30 and relay.client.lanes.free == 5 and relay.client.deadline == 7
+    assert relay.max_upload_bytes == 3 * 2**30 and relay.client.lanes.free == 5 and relay.client.deadline == 7
     said = capsys.readouterr().out
     assert said.startswith("sglang at http://127.0.0.1:9 is relayed at http://127.0.0.1:") and KEY not in said
 
@@ -460,7 +461,7 @@ def test_an_engine_that_is_silent_is_not_healthy(quiet: Relaying, monkeypatch: p
 
     monkeypatch.setattr(quiet.client, "alive", lambda: alive(False))
     reply = quiet.ask("GET", "/health")
-    assert (reply.status_code, reply.json()) == (503, {"error": "the engine does not say that it lives"})
+    assert (reply.status_code, reply.json()) == (503, {"error": "the engine does not respond"})
     assert reply.headers["connection"] == "close"
     monkeypatch.setattr(quiet.client, "alive", lambda: alive(True))
     assert quiet.ask("GET", "/health").status_code == 200
@@ -481,7 +482,7 @@ def test_weights_come_in_pieces_and_are_loaded_once(
     quiet: Relaying, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_files, "SHARED", tmp_path)
-    monkeypatch.setattr(relay_module, "PIECE", 10)
+    monkeypatch.setattr(relay_module, "CHUNK_BYTES", 10)
     content = bytes(range(256)) * 300
     upload = quiet.ask("PUT", "/weights", content=content).json()
     assert upload["checksum"] == zlib.crc32(content)
@@ -500,7 +501,7 @@ def test_weights_come_in_pieces_and_are_loaded_once(
         assert entered.wait(60)
         second = httpx.post(f"{quiet.url}/load", json=body, headers={"Authorization": f"Bearer {KEY}"}, trust_env=False)
         release.set()
-        assert (second.status_code, second.json()) == (409, {"error": "other weights are being taken or loaded"})
+        assert (second.status_code, second.json()) == (409, {"error": "other weights are being received or loaded"})
         assert (first.result().status_code, first.result().json()) == (422, {"error": "the engine takes other weights"})
     assert seen == [(content, 3)] and not list(tmp_path.iterdir())
 
@@ -511,8 +512,8 @@ def test_fewer_bytes_than_were_announced_are_refused(tmp_path: Path) -> None:
             yield b"abc"
             yield b"de"
 
-    assert asyncio.run(relay_module.write_body(Upload(), tmp_path / "a", 5)) == zlib.crc32(b"abcde")
+    assert asyncio.run(relay_module.write_upload(Upload(), tmp_path / "a", 5)) == zlib.crc32(b"abcde")
     assert (tmp_path / "a").read_bytes() == b"abcde"
-    with pytest.raises(relay_module.RelayError, match="5 bytes of weights arrived, and 6 were announced") as error:
-        asyncio.run(relay_module.write_body(Upload(), tmp_path / "b", 6))
-    assert error.value.status == 400
+    with pytest.raises(HTTPException, match="5 bytes of weights arrived, and the Content-Length is 6") as error:
+        asyncio.run(relay_module.write_upload(Upload(), tmp_path / "b", 6))
+    assert error.value.status_code == 400

@@ -168,8 +168,8 @@ def test_a_folder_that_cannot_be_written_leaves_the_page_among_the_temporary_fil
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadLab]:
     """A lab that has little patience, and takes few connections."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connections, "PATIENCE", 0.25)
-        patch.setattr(Connection, "most_of_peer", 8)
+        patch.setattr(connections, "PEER_SECONDS", 0.25)
+        patch.setattr(Connection, "max_peer_connections", 8)
         found = ThreadLab(tmp_path_factory.mktemp("runs"))
         yield found
         found.kill()
@@ -228,7 +228,7 @@ def test_a_peer_that_does_not_read_holds_no_connection(lab: ThreadLab) -> None:
 
 
 def test_slow_peers_do_not_keep_others_out(lab: ThreadLab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "PATIENCE", 60.0)
+    monkeypatch.setattr(connections, "PEER_SECONDS", 60.0)
     slow = [connect(lab, HEAD) for _ in range(40)]
     asking = http.client.HTTPConnection("127.0.0.1", lab.port, timeout=120)
     for _ in range(3):  # on one connection, which stays open
@@ -242,7 +242,7 @@ def test_slow_peers_do_not_keep_others_out(lab: ThreadLab, monkeypatch: pytest.M
 @pytest.mark.long
 def test_a_stream_outlives_the_deadline_and_makes_no_room(lab: ThreadLab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is owed while an answer goes on, so neither time nor others end it."""
-    monkeypatch.setattr(connections, "PATIENCE", 2.0)  # until it begins, which takes a while on a busy machine
+    monkeypatch.setattr(connections, "PEER_SECONDS", 2.0)  # until it begins, which takes a while on a busy machine
     folder = RunFolder.create(lab.runs / "one", {}, {"step": 0, "steps": 9})
     cookie = f"Cookie: {lab.guard.cookie_name}={lab.guard.cookie}\r\n".encode()
     asked = f"GET {lab.guard.root}/api/runs/one/events HTTP/1.1\r\nHost: 127.0.0.1:{lab.port}\r\n".encode()
@@ -267,7 +267,7 @@ def test_a_stream_outlives_the_deadline_and_makes_no_room(lab: ThreadLab, monkey
 
 
 def test_all_peers_together_have_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Connection, "most_open", 5)
+    monkeypatch.setattr(Connection, "max_connections", 5)
     everyone: set[Any] = set()
     for i in range(6):
         one: Any = Connection.__new__(Connection)
