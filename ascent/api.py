@@ -487,7 +487,7 @@ def end(parts: Parts, folder: RunFolder, display: Display, writer: RunWriter) ->
     last = Run(folder.path).last
     folder.run["step"] = last.get("step", -1) + 1
     if last:  # the last value of what matters, and words
-        task, group = parts.config.task, parts.config.algorithm.advantage.group
+        task, group = parts.config.task, parts.config.algorithm.advantage.group_relative
         folder.run["result"] = {
             "steps": folder.run["step"],
             **{name: last.get(name) for name in RESULT},

@@ -26,7 +26,7 @@ from ascent.core.config import Config, RankSettings
 from ascent.core.correction import Truncated
 from ascent.core.errors import ConfigError
 from ascent.core.menu import hyperparameters, name_of, nearest
-from ascent.core.preferences import SHOWN
+from ascent.core.preferences import RESPONSES_PER_PROMPT
 from ascent.core.update import Adam
 from ascent.models import POLICIES
 from ascent.models.causal_lm import lora_settings, name_model
@@ -257,7 +257,7 @@ def resolve(task: Any, *layers: Settings, recorded: bool = False) -> Resolved:
 
 def _weighed(correction: Any) -> Any:
     """The correction of a run that samples ahead, where nobody chose one: older policies drew some of its tokens."""
-    return correction if correction.on else Truncated()
+    return correction if correction.enabled else Truncated()
 
 
 def in_words(layer: Settings) -> dict[str, Any]:
@@ -306,8 +306,8 @@ def name_given(objects: Settings) -> list[str]:
 
 def row_needs(loss: Any, update: Any) -> dict[str, int]:
     """The settings that a row brings: offline data have their number of responses, and some updates take one step."""
-    samples = {"samples": SHOWN[loss.data]} if loss.data in SHOWN else {}
-    return samples | ({"epochs": 1, "minibatches": 1} if update.whole else {})
+    samples = {"samples": RESPONSES_PER_PROMPT[loss.data]} if loss.data in RESPONSES_PER_PROMPT else {}
+    return samples | ({"epochs": 1, "minibatches": 1} if update.full_batch else {})
 
 
 def check_length(settings: Settings) -> None:

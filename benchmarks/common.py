@@ -56,10 +56,10 @@ class NoRecords:
     def dump(self, step: int, batch: Any) -> str:
         return "no file: benchmarks keep nothing"
 
-    def stopping(self) -> bool:
+    def should_stop(self) -> bool:
         return False
 
-    def best(self) -> bool:
+    def is_best(self) -> bool:
         return False
 
 

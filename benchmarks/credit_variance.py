@@ -56,7 +56,7 @@ def measure(found: Table, credit: Any, gradient: Tensor) -> tuple[float, float]:
 
     Credit from a critic sees no other sample: its estimate is a mean of independent ones, and one is enumerated.
     """
-    alone = not credit.group
+    alone = not credit.group_relative
     algorithm = Algorithm(credit, critic=OwnCritic()) if credit.needs else Algorithm(credit)
     e = estimate(found, algorithm, 1 if alone else SAMPLES)
     return e.bias(gradient), e.variance / (SAMPLES if alone else 1) / float(gradient @ gradient)

@@ -47,7 +47,7 @@ SIDES = {
 def measure(lm: LanguageModel, algorithm: Algorithm, batch: Batch, repeats: int) -> dict[str, Any]:
     """Seconds of scoring and of updates, and the most memory that they took."""
     choice, on_card = algorithm.critic, lm.device.type == "cuda"
-    critic = LanguageCritic(lm, choice.shared) if choice.on else None
+    critic = LanguageCritic(lm, choice.shared) if choice.enabled else None
     learner = LanguageLearner(
         lm, algorithm.update, False, algorithm.outputs, critic=critic, critic_update=choice.update
     )
@@ -59,7 +59,7 @@ def measure(lm: LanguageModel, algorithm: Algorithm, batch: Batch, repeats: int)
         begin = time.perf_counter()
         scored = batch.add(**learner.score(batch, needs))
         found["score"].append(time.perf_counter() - begin)
-        ready, state = algorithm.compute_advantages(scored.add(logp_ref=scored.logp_old), algorithm.start())
+        ready, state = algorithm.compute_advantages(scored.add(logp_ref=scored.logp_old), algorithm.initial_state())
         ready = ready.add(weight=algorithm.weights(ready), **algorithm.scalars(state, 0.5))
         begin = time.perf_counter()
         stepped = learner.step(ready, algorithm.objective, algorithm.update)

@@ -56,7 +56,7 @@ def measure(side: str, model: str, tokens: int) -> dict[str, Any]:
     def whole(batch: Batch) -> float:
         begin = time.perf_counter()
         batch = batch.add(**learner.score(batch, algorithm.needs | {"logp_old"}))
-        batch, state = algorithm.compute_advantages(batch, algorithm.start())
+        batch, state = algorithm.compute_advantages(batch, algorithm.initial_state())
         batch = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
         learner.step(batch, algorithm.objective, algorithm.update)
         algorithm.critic(learner, batch)

@@ -96,7 +96,7 @@ class Curve(NoRecords):
         if "eval/accuracy" in metrics:
             self.note(metrics)
 
-    def stopping(self) -> bool:
+    def should_stop(self) -> bool:
         return self.spent >= self.limit or self.done == self.steps
 
 

@@ -21,7 +21,7 @@ from ascent.build.assemble import assemble
 from ascent.core.advantages import BatchNormalized, RunningMean
 from ascent.core.config import Config
 from ascent.core.errors import ConfigError
-from ascent.core.groups import without_signal
+from ascent.core.groups import groups_without_signal
 from ascent.core.loop import train as loop
 from ascent.core.protocols import UpdateResult
 from ascent.core.types import Batch, Prompts, Space
@@ -114,7 +114,7 @@ class Memory(NoRecords):
     updates: int = 0
 
     def step(self, step: int, metrics: Any, batch: Batch, minis: list[Batch], updates: list[UpdateResult]) -> None:
-        self.silent.append(without_signal(batch).view(self.runs, -1).double().mean(1))
+        self.silent.append(groups_without_signal(batch).view(self.runs, -1).double().mean(1))
         self.responses += batch.valid.numel() // self.runs
         self.updates += len(updates)
 

@@ -65,7 +65,7 @@ def drawn(parts: Parts) -> Batch:
 def first_update(parts: Parts, batch: Batch, logp_old: Tensor | None) -> tuple[list[Tensor], float]:
     """The gradient of the first update with this logp_old (None: the update's own), and the share of clipped tokens."""
     algorithm = parts.config.algorithm
-    batch, state = algorithm.compute_advantages(batch.add(logp_old=logp_old), algorithm.start())
+    batch, state = algorithm.compute_advantages(batch.add(logp_old=logp_old), algorithm.initial_state())
     batch = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
     sums = parts.learner.gradient(batch, algorithm.objective).sums
     clipped = sums["clip_ratio/low_mean"] + sums["clip_ratio/high_mean"]

@@ -37,7 +37,7 @@ from ascent.build.language_reward_model import add_head, response_scores, step_s
 from ascent.core.algorithms import ALGORITHMS, Algorithm
 from ascent.core.critics import SharedCritic
 from ascent.core.kl import InLoss
-from ascent.core.preferences import SHOWN
+from ascent.core.preferences import RESPONSES_PER_PROMPT
 from ascent.core.types import Batch, Prompts, Terms
 from ascent.distributed.rank_group import RankGroup
 from ascent.distributed.ranks import SINGLE_PROCESS, Ranks
@@ -68,9 +68,9 @@ def learner_of(algorithm: Algorithm, micro: int = 0, **shape: Any) -> LanguageLe
         add_head(lm, trains == "steps")
     if lora:
         adapt(lm.model, lora)
-    critic = LanguageCritic(lm, algorithm.critic.shared) if algorithm.critic.on else None
+    critic = LanguageCritic(lm, algorithm.critic.shared) if algorithm.critic.enabled else None
     made = LanguageLearner(
-        lm, algorithm.update, algorithm.reference.kept, algorithm.outputs, micro, checkpointing, critic,
+        lm, algorithm.update, algorithm.reference.enabled, algorithm.outputs, micro, checkpointing, critic,
         algorithm.critic.update,
     )  # fmt: skip
     if trains != "policy":
@@ -102,7 +102,9 @@ def batch_of(algorithm: Algorithm, lengths: tuple[int, ...]) -> Batch:
     """What the loss learns from: sampled groups, demonstrations, pairs or labelled steps."""
     data = algorithm.loss.data
     batch = rewarded(
-        sampler_of(model_of(), limit=14, seed=3).generate(Prompts.of(prompts_of(lengths, 4)), SHOWN.get(data, 4))
+        sampler_of(model_of(), limit=14, seed=3).generate(
+            Prompts.of(prompts_of(lengths, 4)), RESPONSES_PER_PROMPT.get(data, 4)
+        )
     )
     if algorithm.advantage.__class__.__name__ == "Greedy":
         batch = batch.add(reward_greedy=batch.reward[:, :1] * 0.3)
@@ -116,7 +118,7 @@ def batch_of(algorithm: Algorithm, lengths: tuple[int, ...]) -> Batch:
 def credited(learner: Any, algorithm: Algorithm, batch: Batch) -> tuple[Batch, dict[str, Tensor]]:
     scores = learner.score(batch, algorithm.needs | (learner.provides & {"logp_old"}))
     batch, state = algorithm.compute_advantages(
-        batch.add(**{k: v for k, v in scores.items() if k != "logp_old"}), algorithm.start()
+        batch.add(**{k: v for k, v in scores.items() if k != "logp_old"}), algorithm.initial_state()
     )
     return batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0)), scores
 
@@ -128,11 +130,11 @@ def numbers(learner: Any, algorithm: Algorithm, batch: Batch) -> dict[str, Tenso
     found = {f"score {k}": v for k, v in scores.items()} | {"objective": terms.objective}
     found |= {f"sum {k}": v for k, v in terms.sums.items()} | {f"mean {k}": v for k, v in terms.means.items()}
     found["gradient"] = flat(learner, [p.grad for p in learner.trainable()])
-    found["total"] = learner.total(mini, algorithm.objective)
+    found["total"] = learner.evaluate_objective(mini, algorithm.objective)
     stepped = learner.step(mini, algorithm.objective, algorithm.update)
     found |= {"logp": stepped.logp, "grad_norm": stepped.metrics["grad_norm"]}
     if learner.critic_optimizer is not None:
-        found["value loss"], found["value norm"] = learner.fit(mini, algorithm.critic.loss)  # type: ignore[attr-defined]
+        found["value loss"], found["value norm"] = learner.fit_critic(mini, algorithm.critic.loss)  # type: ignore[attr-defined]
     if learner.critic is not None:
         found["critic"] = torch.cat([_full(p).flatten() for p in learner.critic.state_dict().values()])
     found["parameters"] = flat(learner, learner.trainable())
@@ -150,7 +152,7 @@ def gap(
     micro: tuple[int, ...] = (0,), **shape: Any,
 ) -> float | None:  # fmt: skip
     """The largest difference to one process, on this rank, of anything; what only rank 0 has counts there."""
-    if sharded and algorithm.update.whole:
+    if sharded and algorithm.update.full_batch:
         return None  # refused
     one = learner_of(algorithm, **shape)
     shake(one)
@@ -173,7 +175,7 @@ def gap(
 def sharded_like(made: LanguageLearner, algorithm: Algorithm) -> ShardedLearner:
     """The same learner in shards; its reference is the policy from before it was shaken."""
     memory = (made.micro_batch, made.checkpointing, made.ranks)
-    kept, outputs, choice = algorithm.reference.kept, algorithm.outputs, algorithm.critic
+    kept, outputs, choice = algorithm.reference.enabled, algorithm.outputs, algorithm.critic
     several = ShardedLearner(made.lm, algorithm.update, kept, outputs, *memory, choice)
     if made.kept is not None:
         several.kept = [_cut(old, p) for old, p in zip(made.kept, several._trainable, strict=True)]
@@ -221,7 +223,7 @@ def drive(learner: Any, sampler: Any, algorithm: Algorithm, first: int = 0, last
         reward = (drawn.response * drawn.mask).sum(-1, keepdim=True).double() % 7
         batch = rewarded(drawn).add(reward=reward)
         scores = learner.score(batch, algorithm.needs | {"logp_old"})
-        batch, state = algorithm.compute_advantages(batch.add(**scores), algorithm.start())
+        batch, state = algorithm.compute_advantages(batch.add(**scores), algorithm.initial_state())
         mini = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
         learner.step(mini, algorithm.objective, algorithm.update)
         algorithm.reference(learner, step)
@@ -306,7 +308,7 @@ def of_rank_0(ranks: Ranks, sharded: bool) -> float:
             shown.append(out.logp.detach().flatten())
             return Terms(torch.where(micro.mask, out.logp, 0.0).sum(), {})
 
-        total, terms = learner.total(batch, keep), learner.gradient(batch, keep)
+        total, terms = learner.evaluate_objective(batch, keep), learner.gradient(batch, keep)
         return torch.cat([*shown, total.view(1), terms.objective.view(1)])
 
     wanted, _ = led(SINGLE_PROCESS, False, ALGORITHM, look)

@@ -51,7 +51,7 @@ def numbers(side: Ours) -> dict[str, Tensor]:
     reward = torch.randn(4, 8, 1, generator=generator)
     batch = to_batch(drawn, reward=reward, valid=torch.ones(4, 8, dtype=torch.bool), logp_old=none)
     logp = learner.score(batch, frozenset({"logp_old"}))["logp_old"]
-    batch, state = algorithm.compute_advantages(batch.add(logp_old=logp, logp_sampler=logp), algorithm.start())
+    batch, state = algorithm.compute_advantages(batch.add(logp_old=logp, logp_sampler=logp), algorithm.initial_state())
     mini = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
     learner.gradient(mini, algorithm.objective)
     gradient = torch.cat([_full(p.grad).flatten().float().cpu() for p in learner.trainable() if p.grad is not None])

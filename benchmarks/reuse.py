@@ -86,10 +86,10 @@ class Stopped(Memory):
         super().__init__(runs=1)
         self.batches = batches
 
-    def stopping(self) -> bool:
+    def should_stop(self) -> bool:
         return len(self.silent) >= self.batches
 
-    def best(self) -> bool:
+    def is_best(self) -> bool:
         return False
 
 

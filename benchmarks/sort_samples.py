@@ -48,7 +48,7 @@ class Stopwatch(NoRecords):
             self.accuracy = metrics["eval/accuracy"]
             self.curve.append((self.samples, self.accuracy))
 
-    def stopping(self) -> bool:
+    def should_stop(self) -> bool:
         return self.accuracy >= ACCURACY
 
 

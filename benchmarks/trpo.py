@@ -45,7 +45,7 @@ def realised(old: Any, new: Any, batch: Any) -> float:
     from ascent.training.small_learner import log_probs
 
     p, q = (log_probs(policy, batch).double().expand(*batch.mask.shape, -1) for policy in (old, new))
-    return float((p.exp() * (p - q)).sum(-1)[batch.counted].mean())
+    return float((p.exp() * (p - q)).sum(-1)[batch.loss_mask].mean())
 
 
 def run(row: str, seed: int, updates: int) -> dict[str, Any]:

@@ -96,7 +96,9 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
     def episodes(wait: float, part: int = count, own: int = samples) -> float:
         few = Prompts.of(prompts.prompt[:part])
-        return timed(sampler, replace(few, play=Timed(turns, drawn, observed, wait)), own, tokens, options.repeats)
+        return timed(
+            sampler, replace(few, start_episodes=Timed(turns, drawn, observed, wait)), own, tokens, options.repeats
+        )
 
     found = {"one_answer": timed(alone, prompts, samples, tokens, options.repeats), "at_once": episodes(0.0)}
     chosen = cuda_graph.PREFILL

@@ -203,9 +203,9 @@ def with_rewards(rollouts: Rollouts, seed: int = 3, **more: Any) -> Batch:
 
 def learner_of(policy: Policy, algorithm: Algorithm, micro_batch: int = 0) -> SmallLearner:
     choice = algorithm.critic
-    critic = critic_of(policy, choice.shared) if choice.on else None
+    critic = critic_of(policy, choice.shared) if choice.enabled else None
     more = (micro_batch, critic, choice.update)
-    return SmallLearner(policy, algorithm.update, algorithm.reference.kept, algorithm.outputs, *more)
+    return SmallLearner(policy, algorithm.update, algorithm.reference.enabled, algorithm.outputs, *more)
 
 
 def critic_of(policy: Policy, shared: bool = False) -> ValueFunction:

@@ -118,7 +118,7 @@ def test_a_conversation_has_the_tokens_that_were_drawn_and_their_log_probs(serve
     def played(sampler: Any, **more: Any) -> Rollouts:
         play = AtOnce(lambda response, tokens: [7, 8 + response % 5, 9] if len(tokens) < 24 else [])
         play.turn_tokens = 8
-        return sampler.generate(replace(prompts, play=play), 2, **more)
+        return sampler.generate(replace(prompts, start_episodes=play), 2, **more)
 
     rollouts = played(sampler, seed=3)
     assert gap(served.lm, rollouts) <= 1e-4 and int(rollouts.turn.max()) >= 2  # type: ignore[union-attr]

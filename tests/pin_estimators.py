@@ -191,7 +191,7 @@ def measure(world: str, every: bool = True) -> dict[str, list[float]]:
     for (i, credit), (j, weights) in itertools.product(enumerate(credits()), enumerate(WEIGHTS)):
         valued = isinstance(credit, Valued)
         critic = {"critic": OwnCritic()} if valued else {}
-        state = credit.start() | STATE
+        state = credit.initial_state() | STATE
         groups = enumerate_groups(enumerated, Algorithm(credit, weights=weights(), **critic), SAMPLES, state)
         for k, loss in enumerate(losses() if "stale" in world else [LogProb()]):
             if not (every or (i + k) % len(WEIGHTS) == j or "fresh" in world):

@@ -107,7 +107,7 @@ def wait_after(patch: pytest.MonkeyPatch, step: int, run: Path | None = None) ->
 
     def waiting(writer: RunWriter, now: int, *args: Any) -> None:
         write(writer, now, *args)
-        while now >= step and run in (None, writer.folder.path) and not writer.stopping():
+        while now >= step and run in (None, writer.folder.path) and not writer.should_stop():
             time.sleep(0.01)
 
     patch.setattr(RunWriter, "step", waiting)

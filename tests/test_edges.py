@@ -190,8 +190,8 @@ def test_failed_responses_are_in_no_share() -> None:
 
 def test_no_response_is_too_long_where_none_can_end() -> None:
     batch = batch_of([[1.0, 2.0]])
-    assert Overlong(margin=1)(batch.add(ends=False)) is None
-    assert Overlong(margin=1)(batch.add(ends=True)) is not None
+    assert Overlong(margin=1)(batch.add(can_end=False)) is None
+    assert Overlong(margin=1)(batch.add(can_end=True)) is not None
 
 
 def test_a_kl_of_ones_own_in_the_reward_is_applied() -> None:
@@ -205,7 +205,7 @@ def test_a_kl_of_ones_own_in_the_reward_is_applied() -> None:
     batch = batch_of([[1.0, 2.0]])
     batch = batch.add(logp_ref=batch.logp_sampler, logp_old=batch.logp_sampler)
     algorithm = Algorithm(Raw(), kl=Own(), reference=Frozen())
-    credited, _ = algorithm.compute_advantages(batch, algorithm.start())
+    credited, _ = algorithm.compute_advantages(batch, algorithm.initial_state())
     assert credited.advantage is not None and credited.advantage.flatten().tolist() == [-4.0, -3.0]
 
 

@@ -328,7 +328,7 @@ def test_refused_with_what_why_and_what_to_set(case: str) -> None:
 def test_a_group_credit_with_one_sample(advantage: str) -> None:
     choice = find_choice("advantage", MENU["advantage"], advantage)
     more = {"critic": "own-critic"} if "value" in choice().needs else {}
-    if choice().group:
+    if choice().group_relative:
         with pytest.raises(ConfigError, match=f"--samples 1 with --advantage {advantage}.*Set --samples 2 or more"):
             configure("sort", {"advantage": advantage, "samples": 1})
     else:

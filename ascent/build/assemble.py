@@ -86,7 +86,7 @@ def assemble(
     check_rewards(backend, config.task)
     backend.check(config)
     start, fresh = None, not groups
-    if config.init is not None and (fresh or (config.algorithm.reference.kept and "reference" not in groups)):
+    if config.init is not None and (fresh or (config.algorithm.reference.enabled and "reference" not in groups)):
         source = kept or init_folder(config.init)
         start = Start(source, checkpoint.params(source))
     model, notes = backend.model(config, streams, start, fresh)

@@ -34,7 +34,7 @@ class BoundTask(Task, Protocol):
     passes: Any
     """Passes over its rows, a `tasks.passes.Passes`; None: it has no rows."""
     player: Any
-    """What answers the turns of its responses (`Prompts.play`); None: there is one turn."""
+    """What answers the turns of its responses (`Prompts.start_episodes`); None: there is one turn."""
 
     def words(self, ids: Sequence[int]) -> str:
         """A response as it is graded, without the token that ended it."""

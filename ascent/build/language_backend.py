@@ -130,7 +130,7 @@ class LanguageBackend(Backend):
         """A reward head is added after the start from a policy, and before the start from another reward model."""
         lm, why = _loaded(config, fresh)
         trained = lm.device.type == "cuda" or (lm.model.dtype == torch.float32 and not is_torchrun_process())
-        notes = why + _check_sharing(lm, config, fused=trained and not config.algorithm.update.whole)
+        notes = why + _check_sharing(lm, config, fused=trained and not config.algorithm.update.full_batch)
         trains, rated = config.algorithm.loss.trains, start is not None and f"{HEAD}.weight" in start.params
         if trains in LEARNED and rated:
             add_head(lm, trains == "steps")
@@ -160,14 +160,14 @@ class LanguageBackend(Backend):
 
     def learner(self, config: Config, model: LanguageModel, streams: Streams, ranks: Ranks = SINGLE_PROCESS) -> Learner:
         algorithm, memory = config.algorithm, (config.micro_batch, config.policy.checkpointing)
-        choice, kept, outputs = algorithm.critic, algorithm.reference.kept, algorithm.outputs
+        choice, kept, outputs = algorithm.critic, algorithm.reference.enabled, algorithm.outputs
         learner: LanguageLearner
         if in_shards(config, model, ranks):
             learner = ShardedLearner(
                 model, algorithm.update, kept, outputs, *memory, ranks, choice, config.ranks.gather * 2**30
             )
         else:
-            critic = LanguageCritic(model, choice.shared) if choice.on else None
+            critic = LanguageCritic(model, choice.shared) if choice.enabled else None
             rounding = config.seed if in_bfloat16(config, model, critic, ranks) else None
             learner = LanguageLearner(model, algorithm.update, kept, outputs, *memory, critic, choice.update, rounding)
             learner.ranks = ranks
@@ -422,7 +422,7 @@ def _loaded(config: Config, fresh: bool) -> tuple[LanguageModel, tuple[str, ...]
 def never_in_shards(config: Config) -> str | None:
     """Why a run cannot be trained in shards, where it cannot."""
     update = config.algorithm.update
-    if update.whole:
+    if update.full_batch:
         return f"--update {name_of(update)}: FSDP2 does not differentiate twice, as Fisher products do"
     if config.policy.dtype == "float16":
         return "--policy.dtype float16: its gradients were never summed over shards"
@@ -453,5 +453,5 @@ def in_bfloat16(config: Config, lm: LanguageModel, critic: Any, ranks: Ranks) ->
         )
     if asked != "auto" or not able or lm.device.type != "cuda":
         return able and asked == "bfloat16"
-    taken = static_bytes(lm, config.algorithm.reference.kept, critic)
+    taken = static_bytes(lm, config.algorithm.reference.enabled, critic)
     return taken > COMPACT_THRESHOLD * lm.gpu_memory

@@ -72,7 +72,7 @@ def can_matter(config: Config, dtype: torch.dtype) -> bool:
 
 def measure_gap(config: Config, learner: Learner, engine: RolloutEngine, prompts: Prompts) -> Batch:
     """A few responses, with the learner's log-probs of them as logp_old."""
-    whole = config.algorithm.loss.sequence or config.algorithm.correction.on
+    whole = config.algorithm.loss.sequence or config.algorithm.correction.enabled
     engine.load(learner.params(), version=0)
     limit = engine.limit if whole else min(engine.limit, TOKENS)
     rollouts = engine.generate(prompts, min(config.samples, SAMPLES), limit=limit)
@@ -84,7 +84,7 @@ def measure_gap(config: Config, learner: Learner, engine: RolloutEngine, prompts
 def resolve(config: Config, batch: Batch) -> tuple[Config, tuple[str, ...]]:
     """The config with old_logp decided, and what its user should know: every bound that the gap reaches."""
     assert batch.logp_old is not None
-    loss, counted, noise = config.algorithm.loss, batch.counted, batch.logp_sampler - batch.logp_old
+    loss, counted, noise = config.algorithm.loss, batch.loss_mask, batch.logp_sampler - batch.logp_old
     large, usual = (Effect.of(loss, batch.logp_old, scale * noise, counted) for scale in (MARGIN, 1.0))
     apart = f"the log-probs of sampler and learner are {float(noise[counted].abs().mean()):.2g} apart on average"
     share = f"{usual.clipped:.0%} of the tokens are" if usual.clipped else "some ratios are soon"
@@ -107,13 +107,13 @@ def _cut(config: Config, batch: Batch) -> str | None:
         return None
     if correction.geometric is not None:
         factor = factor.masked_fill(correction.rejected(batch).unsqueeze(-1), 0.0)
-    what, log_w, counted = "tokens", log_weight(batch.logp_old, batch), batch.counted
+    what, log_w, counted = "tokens", log_weight(batch.logp_old, batch), batch.loss_mask
     if correction.level == "sequence":
         what, log_w, counted = "responses", log_w.sum(-1, keepdim=True), batch.valid.unsqueeze(-1)
     cut, dropped = (float(which[counted].double().mean()) for which in (factor != log_w.exp(), factor == 0))
     if not cut:
         return None
-    kept = "" if batch.mass is None else "; the weights contain the probability that --top-p, --top-k or --min-p kept"
+    kept = "" if batch.kept_mass is None else "; the weights include the mass kept by --top-p, --top-k or --min-p"
     per_token = correction.level == "sequence" and not config.algorithm.loss.sequence
     return (
         f"warning: --correction {name_of(correction)} cuts the weights of {cut:.0%} of the {what} and drops "

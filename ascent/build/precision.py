@@ -32,7 +32,7 @@ def why_not_float16(config: Config) -> str | None:
         "the model was given, with its own precision": policy.model in GIVEN,
         "it was measured on policies alone": config.data != "samples" or algorithm.loss.trains != "policy",
         "it was measured with every parameter, and not with adapters": bool(policy.lora or policy.last_layers),
-        "it was not measured with a critic": algorithm.critic.on,
+        "it was not measured with a critic": algorithm.critic.enabled,
         "gradients are scaled for Adam": not isinstance(algorithm.update, Adam),
         "bfloat16 state is for parameters in bfloat16": policy.optimizer_state == "bfloat16",
         "an engine has the precision that it was started with": policy.engine != "local",
@@ -52,7 +52,7 @@ def precision_of(config: Config, lm: LanguageModel) -> tuple[str, str | None]:
     """What a run computes in whose model was loaded in float16; and why, where it is something else."""
     if (
         lm.device.type == "cuda"
-        and static_bytes(lm, config.algorithm.reference.kept, None) > COMPACT_THRESHOLD * lm.gpu_memory
+        and static_bytes(lm, config.algorithm.reference.enabled, None) > COMPACT_THRESHOLD * lm.gpu_memory
     ):
         return "auto", "bfloat16 state, which fits the GPU, is for parameters in bfloat16"
     largest, most = largest_activation(lm), torch.finfo(torch.float16).max / MARGIN

@@ -8,7 +8,7 @@ import torch
 from ascent.build import trial_timings
 from ascent.build.backend import Report
 from ascent.core.config import Config
-from ascent.core.groups import without_signal
+from ascent.core.groups import groups_without_signal
 from ascent.core.loop import score_rollouts
 from ascent.core.types import Batch
 from ascent.inference.engine import LocalEngine
@@ -46,7 +46,7 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
     `rows`: the responses that the sampler decodes at once; 0 where nothing is sampled.
     """
     lm = learner.whole_lm
-    model, kept = lm.config, config.algorithm.reference.kept
+    model, kept = lm.config, config.algorithm.reference.enabled
     every, count = list(lm.model.parameters()), sum(p.numel() for p in lm.trained().values())
     size = every[0].element_size()
     names, spread = ("num_hidden_layers", "hidden_size", "num_attention_heads"), learner.num_shards
@@ -172,7 +172,7 @@ def report_sample(config: Config, task: Any, probe: LocalEngine, report: Report)
     rollouts, call = trial_timings.timed(probe, prompts, config.samples)
     batch, errors = score_rollouts(task, rollouts)
     groups, responses = len(prompts), batch.truncated.numel()
-    silent, cut = int(without_signal(batch).sum()), int(batch.truncated.sum())
+    silent, cut = int(groups_without_signal(batch).sum()), int(batch.truncated.sum())
     right = int((batch.correct & batch.valid).sum()) if batch.correct is not None else None
     short = batch.limits is not None and bool((batch.limits < batch.limit).any())
     limit = "their limits" if short else f"{batch.limit} tokens"
@@ -198,14 +198,14 @@ def report_sample(config: Config, task: Any, probe: LocalEngine, report: Report)
 
 def report_episodes(batch: Batch, task: Any, report: Report) -> None:
     """What was seen of the conversations that were played: turns, calls, and how long environments took."""
-    assert batch.turn is not None and batch.measures is not None and batch.waited is not None
-    sums = dict(zip(batch.measured, batch.measures.sum((0, 1)).tolist(), strict=True))
+    assert batch.turn is not None and batch.measures is not None and batch.environment_seconds is not None
+    sums = dict(zip(batch.measure_names, batch.measures.sum((0, 1)).tolist(), strict=True))
     turns = torch.where(batch.mask, batch.turn + 1, 0).amax(-1)
-    total, responses, slowest = int(turns.sum()), turns.numel(), float(batch.waited.max())
+    total, responses, slowest = int(turns.sum()), turns.numel(), float(batch.environment_seconds.max())
     report.lines.append(
         f"episodes   {responses} played: {total / responses:.1f} turns on average, {int(turns.min())} to "
         f"{int(turns.max())}; {sums['turns/cut']:.0f} of {total} turns cut off; an answer took "
-        f"{trial_timings.duration(float(batch.waited.sum()) / max(total, 1))}, "
+        f"{trial_timings.duration(float(batch.environment_seconds.sum()) / max(total, 1))}, "
         f"the slowest {trial_timings.duration(slowest)}"
     )
     if sums["turns/cut"] > total / 2:
@@ -246,7 +246,7 @@ def report_seconds(
     sampling = [trial_timings.sampling_seconds(costs, prompts, samples, rows, *length) for length in lengths]
     parts = [f"sampling {trial_timings.duration(sampling[0])}"]
     most = [trial_timings.duration(sampling[1])]
-    if not config.algorithm.update.whole:
+    if not config.algorithm.update.full_batch:
         prompt = round(float((drawn.prompt >= 0).sum(-1).double().mean()))
         rate = trial_timings.update_rate(learner, prompt, limits.room)
         both = ((prompt, round(mean)), (limits.max_prompt, limits.room))

@@ -69,8 +69,8 @@ class SmallBackend(Backend):
 
     def learner(self, config: Config, model: Any, streams: Streams, ranks: Ranks = SINGLE_PROCESS) -> Learner:
         algorithm = config.algorithm
-        choice, kept, outputs = algorithm.critic, algorithm.reference.kept, algorithm.outputs
-        critic = config.policy.critic(model, choice.shared, streams.critic) if choice.on else None
+        choice, kept, outputs = algorithm.critic, algorithm.reference.enabled, algorithm.outputs
+        critic = config.policy.critic(model, choice.shared, streams.critic) if choice.enabled else None
         learner = SmallLearner(model, algorithm.update, kept, outputs, config.micro_batch, critic, choice.update)
         learner.ranks = ranks
         if algorithm.loss.trains != "policy":

@@ -96,8 +96,8 @@ def update_seconds(config: Config, learner: LanguageLearner, rate: float, prompt
     groups = [[length] * config.samples] * config.prompts
     once = update_operations(learner.lm, [prompt] * config.prompts, groups)[0] / rate
     critic = config.algorithm.critic
-    scored = critic.on + config.algorithm.reference.kept + (config.old_logp == "learner")
-    return once * (config.epochs * (1 + (critic.on and not critic.shared)) + scored / 3)
+    scored = critic.enabled + config.algorithm.reference.enabled + (config.old_logp == "learner")
+    return once * (config.epochs * (1 + (critic.enabled and not critic.shared)) + scored / 3)
 
 
 def duration(seconds: float) -> str:

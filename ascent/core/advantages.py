@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ascent.core.errors import ConfigError
-from ascent.core.types import Batch, State, at_last, reward_to_go
+from ascent.core.types import Batch, State, per_token_reward, reward_to_go
 
 Advantages = Float[Tensor, "prompt sample #token"]
 Keep = Bool[Tensor, "prompt sample 1"]
@@ -46,7 +46,7 @@ def all_equal(total: Tensor, keep: Tensor) -> Bool[Tensor, "prompt 1 1"]:
 
 def whiten(credit: Advantages, batch: Batch, eps: float) -> Advantages:
     """(δ − mean) / (std + ε), both over the counted tokens of the batch, ddof 1; 0 where all are equal."""
-    tokens = credit.expand_as(batch.counted)[batch.counted]
+    tokens = credit.expand_as(batch.loss_mask)[batch.loss_mask]
     if tokens.numel() < 2 or bool(tokens.max() == tokens.min()):
         return torch.zeros_like(credit)
     return (credit - tokens.mean()) / (tokens.std() + eps)
@@ -55,7 +55,7 @@ def whiten(credit: Advantages, batch: Batch, eps: float) -> Advantages:
 class Advantage:
     """A credit: called with a batch and the loop's state, it returns δ."""
 
-    group: ClassVar[bool] = True
+    group_relative: ClassVar[bool] = True
     """Does it compare the responses to the same prompt?"""
     needs: ClassVar[frozenset[str]] = frozenset()
     """Batch fields that it reads beyond reward, mask and valid."""
@@ -63,11 +63,11 @@ class Advantage:
     def __call__(self, batch: Batch, state: State) -> Advantages:
         raise NotImplementedError
 
-    def start(self) -> State:
+    def initial_state(self) -> State:
         """What it remembers, before the first step."""
         return {}
 
-    def after(self, batch: Batch, state: State) -> State:
+    def update_state(self, batch: Batch, state: State) -> State:
         """What it remembers after a step."""
         return state
 
@@ -81,7 +81,7 @@ class Raw(Advantage):
     reward, so adding a constant to every reward makes it worse. A group of one is fine.
     """
 
-    group = False
+    group_relative = False
 
     def __call__(self, batch: Batch, state: State) -> Advantages:
         return _group(batch)[0]
@@ -169,20 +169,20 @@ class RunningMean(Advantage):
 
     momentum: float = 0.9
     """m: how much of the old mean stays."""
-    group = False
+    group_relative = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"--advantage.momentum is {self.momentum:g}: a share of the old mean, from 0 to below 1")
 
-    def start(self) -> State:
+    def initial_state(self) -> State:
         return {"baseline": 0.0}
 
     def __call__(self, batch: Batch, state: State) -> Advantages:
         R, keep, _ = _group(batch)
         return torch.where(keep, R - state["baseline"], 0.0)
 
-    def after(self, batch: Batch, state: State) -> State:
+    def update_state(self, batch: Batch, state: State) -> State:
         R, keep, _ = _group(batch)
         if not bool(keep.any()):
             return state
@@ -199,7 +199,7 @@ class Greedy(Advantage):
     one more response per prompt. Degenerate case: when sampling has become greedy, δ = 0.
     """
 
-    group = False
+    group_relative = False
     needs = frozenset({"reward_greedy"})
 
     def __call__(self, batch: Batch, state: State) -> Advantages:
@@ -251,7 +251,7 @@ class BatchNormalized(Advantage):
 
     eps: float = 1e-8
     """Added to the standard deviation."""
-    group = False
+    group_relative = False
 
     def __call__(self, batch: Batch, state: State) -> Advantages:
         R, keep, _ = _group(batch)
@@ -273,7 +273,7 @@ class ByTurn(Advantage):
         if batch.turn is None:
             return LeaveOneOut()(batch, state)
         R, keep, n = _group(batch)
-        reward = torch.where(keep, at_last(batch, batch.reward), 0.0)
+        reward = torch.where(keep, per_token_reward(batch, batch.reward), 0.0)
         turns = torch.zeros_like(reward).scatter_add(-1, batch.turn, reward)  # no more turns than tokens
         from_turn = reward_to_go(turns)
         others = (from_turn.sum(1, keepdim=True) - from_turn) / (n - 1).clamp(min=1)

@@ -76,24 +76,24 @@ class Algorithm:
     """How a step is taken."""
 
     def __post_init__(self) -> None:
-        if self.kl.where != "nowhere" and not self.reference.kept:
+        if self.kl.where != "nowhere" and not self.reference.enabled:
             raise ConfigError(
                 f"--kl {name_of(self.kl)} with --reference {name_of(self.reference)}: a KL needs a "
                 "reference policy. Set --reference frozen (or every, moving-average), or --kl no-kl"
             )
-        if self.sequence and self.correction.on and self.correction.level == "token":
+        if self.sequence and self.correction.enabled and self.correction.level == "token":
             raise ConfigError(
                 f"--loss {name_of(self.loss)} has one term per response, but --correction {name_of(self.correction)} "
                 "weighs single tokens. Set --correction.level sequence"
             )
         valued = "value" in self.advantage.needs
         critic = f"with --critic {name_of(self.critic)}"
-        if valued != self.critic.on:
+        if valued != self.critic.enabled:
             raise ConfigError(
                 f"--advantage {name_of(self.advantage)} {critic}: credit from values needs a critic, and other "
                 "credit does not use one. Set --advantage gae and --critic own-critic, or neither"
             )
-        if self.update.whole and self.critic.shared:
+        if self.update.full_batch and self.critic.shared:
             why = "what the critic learns would move the policy out of the region. Set --critic own-critic"
             raise ConfigError(f"--update {name_of(self.update)} {critic}: {why}")
         self.loss.check(self)
@@ -108,8 +108,8 @@ class Algorithm:
     def needs(self) -> frozenset[str]:
         """The batch fields that these choices read beyond tokens, mask, reward and logp."""
         exact = self.kl.where == "reward" and self.kl.estimator == "exact"
-        old = ["logp_old"] * self.correction.on
-        return self.advantage.needs.union(["logp_ref"] * self.reference.kept, ["kl_full"] * exact, old)
+        old = ["logp_old"] * self.correction.enabled
+        return self.advantage.needs.union(["logp_ref"] * self.reference.enabled, ["kl_full"] * exact, old)
 
     @property
     def outputs(self) -> frozenset[str]:
@@ -118,15 +118,15 @@ class Algorithm:
         bonus = ["entropy"] * (not isinstance(self.exploration, NoBonus))
         return frozenset(exact + bonus + ["value"] * self.critic.shared)
 
-    def start(self) -> State:
+    def initial_state(self) -> State:
         """What the choices remember, before the first step."""
-        return self.advantage.start() | ({} if self.kl.where == "nowhere" else {"kl_coef": self.kl.coef})
+        return self.advantage.initial_state() | ({} if self.kl.where == "nowhere" else {"kl_coef": self.kl.coef})
 
     def exclude_responses(self, batch: Batch) -> Batch:
         """The batch with the responses marked that are not trained on: truncated, or rejected by the correction."""
         found = [batch.truncated] if self.groups.mask_truncated else []
         found += [self.correction.rejected(batch)] if self.correction.geometric is not None else []
-        return batch.add(masked=found[0] | found[-1]) if found else batch
+        return batch.add(excluded=found[0] | found[-1]) if found else batch
 
     def shape_rewards(self, batch: Batch, state: State) -> Batch:
         """The batch with the reward that credit is computed from: shaped by length, minus the KL."""
@@ -151,7 +151,7 @@ class Algorithm:
             )
         returns = self.advantage.returns(credited) if isinstance(self.advantage, Valued) else None
         batch = batch.add(advantage=δ, returns=returns, correction=self.correction(weighed))
-        return batch, self.advantage.after(credited, state)
+        return batch, self.advantage.update_state(credited, state)
 
     def scalars(self, state: State, progress: float) -> dict[str, float]:
         """The numbers of this step that a loss or an update reads."""
@@ -165,7 +165,7 @@ class Algorithm:
         assert mini.advantage is not None and mini.weight is not None
         if (whole := self.loss.terms(mini, out)) is not None:
             return whole
-        counted, now = mini.counted, out.logp.detach()
+        counted, now = mini.loss_mask, out.logp.detach()
         logp_old = now if mini.logp_old is None else mini.logp_old.where(counted, now)  # 0·∞ would be no number
         surrogate = self.loss(out.logp, logp_old, mini.advantage, counted)
         if mini.correction is not None:
@@ -192,7 +192,7 @@ class Algorithm:
             sums["clip_ratio/high_mean"] = (clips[1] & counted).sum()
         return Terms(objective, sums)
 
-    def after(self, state: State, metrics: Metrics) -> State:
+    def update_state(self, state: State, metrics: Metrics) -> State:
         """Adaptive coefficients, once a step's metrics are known; without an update there is no KL to adapt to."""
         if self.kl.target is None or "kl" not in metrics:
             return state

@@ -96,7 +96,7 @@ class Config:
         check_counts(0, **{name: getattr(self, name) for name in _NOT_NEGATIVE})
         if not self.temperature > 0:
             raise ConfigError(f"--temperature is {self.temperature:g}: it divides the logits, so set it above 0")
-        if self.samples < 2 and self.algorithm.advantage.group:
+        if self.samples < 2 and self.algorithm.advantage.group_relative:
             raise ConfigError(
                 f"--samples 1 with --advantage {name_of(self.algorithm.advantage)}: a group credit compares the "
                 "responses of a prompt, and one alone gives 0. Set --samples 2 or more, or --advantage raw, "
@@ -108,7 +108,7 @@ class Config:
         if self.minibatches > self.prompts:
             why = "mini-batches are cut between prompts, so there cannot be more of them than prompts"
             raise ConfigError(f"--minibatches {self.minibatches} with --prompts {self.prompts}: {why}")
-        if self.algorithm.update.whole and self.epochs * self.minibatches > 1:
+        if self.algorithm.update.full_batch and self.epochs * self.minibatches > 1:
             raise ConfigError(
                 f"--update {name_of(self.algorithm.update)} with --epochs {self.epochs} --minibatches "
                 f"{self.minibatches}: its region is around the policy that sampled, so set both to 1"
@@ -117,7 +117,7 @@ class Config:
             # A correction weighs the gap between the two. Who is decoded beside whom depends on who answers first.
             object.__setattr__(self, "old_logp", "learner")
         if self.old_logp == "sampler" and "logp_old" in self.algorithm.needs:
-            axis = "correction" if self.algorithm.correction.on else "advantage"
+            axis = "correction" if self.algorithm.correction.enabled else "advantage"
             raise ConfigError(
                 f"--{axis} {name_of(getattr(self.algorithm, axis))} with --old-logp sampler: it weighs the gap between "
                 "the two, which is then 0 by definition. Set --old-logp learner"
@@ -141,7 +141,7 @@ class Config:
             raise ConfigError(
                 f"--ahead {self.ahead}: this run learns from {self.data}, and samples nothing. Leave it out"
             )
-        if algorithm.correction.on:
+        if algorithm.correction.enabled:
             return
         if algorithm.loss.high is None:
             why = "nothing bounds or weighs how far older policies are from the one that is trained"

@@ -27,9 +27,9 @@ Level = Literal["token", "sequence"]
 def log_weight(logp: PerToken, batch: Batch) -> PerToken:
     """log w at each token, 0 where nothing counts."""
     log_w = logp - batch.logp_sampler
-    if batch.mass is not None:
-        log_w = log_w + batch.mass.log()
-    return torch.where(batch.counted, log_w, 0.0)
+    if batch.kept_mass is not None:
+        log_w = log_w + batch.kept_mass.log()
+    return torch.where(batch.loss_mask, log_w, 0.0)
 
 
 def _weight(batch: Batch, level: Level) -> Factor:
@@ -46,11 +46,11 @@ def mismatch(logp: PerToken, batch: Batch, version: int | None = None) -> dict[s
     other versions drew tokens too, `lag` is how many steps ago the tokens were drawn on average, and
     `lag/logp_difference` the mean |logp − logp_sampler| of those that other versions drew, and of each age apart.
     """
-    counted, log_w = batch.counted, log_weight(logp, batch)
+    counted, log_w = batch.loss_mask, log_weight(logp, batch)
     behind = torch.where(batch.version >= 0, (0 if version is None else version) - batch.version, 0)
     older = counted & (behind != 0) if version is not None else torch.zeros_like(counted)
     tokens, stale = max(batch.tokens, 1), int(older.sum())
-    gap = log_w if batch.mass is None else torch.where(counted, logp - batch.logp_sampler, 0.0)
+    gap = log_w if batch.kept_mass is None else torch.where(counted, logp - batch.logp_sampler, 0.0)
     w = torch.where(counted, torch.exp(log_w), 0.0)
     size = gap.abs() if not stale else torch.where(older, 0.0, gap.abs())
     measured = {
@@ -70,7 +70,7 @@ def mismatch(logp: PerToken, batch: Batch, version: int | None = None) -> dict[s
 class Correction:
     """A factor on the surrogate: called with a batch, it returns one per token or per response, or none."""
 
-    on: ClassVar[bool] = False
+    enabled: ClassVar[bool] = False
     level: Level = "token"
     normalized: bool = False
     geometric: float | None = None
@@ -81,7 +81,7 @@ class Correction:
     def rejected(self, batch: Batch) -> Bool[Tensor, "prompt sample"]:
         """The responses that are not trained on: |mean log w_t| > log g."""
         assert batch.logp_old is not None and self.geometric is not None
-        mean = log_weight(batch.logp_old, batch).sum(-1) / batch.counted.sum(-1).clamp(min=1)
+        mean = log_weight(batch.logp_old, batch).sum(-1) / batch.loss_mask.sum(-1).clamp(min=1)
         return mean.abs() > math.log(self.geometric)
 
 
@@ -100,11 +100,11 @@ class Weighted(Correction):
     """Divide the weights by their mean over the tokens, or the responses, of the rollout batch."""
     geometric: float | None = field(default=None, kw_only=True)
     """g: do not train on responses whose token weights have a geometric mean outside 1/g to g. None: on all."""
-    on = True
+    enabled = True
 
     def scaled(self, w: Factor, batch: Batch) -> Factor:
         """The weights, over their mean if they are normalized."""
-        counted = batch.counted if self.level == "token" else batch.counted.any(-1, keepdim=True)
+        counted = batch.loss_mask if self.level == "token" else batch.loss_mask.any(-1, keepdim=True)
         mean = torch.where(counted, w, 0.0).sum() / counted.sum()
         return w / mean if self.normalized and mean > 0 else w
 

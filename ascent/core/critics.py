@@ -19,7 +19,7 @@ VALUE_SUMS = ("value/loss", "value/clip_ratio")
 class Critic:
     """A value function, or none: called with the learner after each update of the policy, it is trained."""
 
-    on: ClassVar[bool] = False
+    enabled: ClassVar[bool] = False
     shared: ClassVar[bool] = False
     """Does it share the policy's backbone? Then it is trained in the policy's own update."""
     coef: float = 0.0  # of its loss in the policy's objective
@@ -36,13 +36,13 @@ class Critic:
         V, old, clip = value[..., :-1], mini.value[..., :-1], torch.inf if self.clip is None else self.clip
         free, held = (V - mini.returns) ** 2, (V.clamp(old - clip, old + clip) - mini.returns) ** 2
         parts = 0.5 * torch.maximum(free, held), (held > free).to(free.dtype)
-        return torch.stack([torch.where(mini.counted, part, 0.0).sum() for part in parts])
+        return torch.stack([torch.where(mini.loss_mask, part, 0.0).sum() for part in parts])
 
     def measure(self, batch: Batch) -> dict[str, Tensor]:
         """1 − Var(return − V) / Var(return) over counted tokens, before any update; 0 where all returns are equal."""
         if batch.returns is None or batch.value is None:
             return {}
-        returns, V = batch.returns[batch.counted], batch.value[..., :-1][batch.counted]
+        returns, V = batch.returns[batch.loss_mask], batch.value[..., :-1][batch.loss_mask]
         if len(returns) < 2:
             return {"value/explained_variance": torch.zeros(())}
         share = (returns - V).var() / returns.var()
@@ -75,7 +75,7 @@ class OwnCritic(Critic):
     """What its rate does after the warm-up: stay, or fall to 0 over the run."""
     warmup: float = 0.0
     """Share of the run over which its rate rises from 0."""
-    on = True
+    enabled = True
 
     def __post_init__(self) -> None:
         bounds = all(bound is None or bound > 0 for bound in (self.clip, self.max_norm))
@@ -87,7 +87,7 @@ class OwnCritic(Critic):
         return Adam(self.lr, self.schedule, self.warmup, max_norm=self.max_norm)
 
     def __call__(self, learner: Learner, mini: Batch) -> dict[str, Tensor]:
-        sums, norms = zip(*(learner.fit(mini, self.loss) for _ in range(self.steps)), strict=True)
+        sums, norms = zip(*(learner.fit_critic(mini, self.loss) for _ in range(self.steps)), strict=True)
         found = dict(zip(VALUE_SUMS, sums[0].flatten(), strict=False))
         return found | {"value/grad_norm": torch.stack(norms).max() * mini.tokens}
 
@@ -104,7 +104,7 @@ class SharedCritic(Critic):
     """c_v: weight of the value loss in the objective."""
     clip: float | None = None
     """ε_v: how far V may move from the batch's old one and still lower the loss. None: off."""
-    on = shared = True
+    enabled = shared = True
 
     def __post_init__(self) -> None:
         if not (self.coef > 0 and (self.clip is None or self.clip > 0)):

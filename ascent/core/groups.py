@@ -11,7 +11,7 @@ from ascent.core.errors import ConfigError
 from ascent.core.types import Batch
 
 
-def without_signal(batch: Batch) -> Bool[Tensor, "prompt"]:
+def groups_without_signal(batch: Batch) -> Bool[Tensor, "prompt"]:
     """Groups whose rewards from the task are all equal, or that have no reward."""
     total = batch.reward.sum(-1, keepdim=True)
     return all_equal(total, batch.valid.unsqueeze(-1)).flatten()
@@ -52,7 +52,7 @@ class WithSignal(Groups):
             raise ConfigError(f"--groups.rounds is {self.rounds}: at least one draw is needed")
 
     def __call__(self, batch: Batch) -> Bool[Tensor, "prompt"]:
-        return ~without_signal(batch)
+        return ~groups_without_signal(batch)
 
 
 class Shaping:
@@ -84,7 +84,7 @@ class Overlong(Shaping):
             raise ConfigError(f"--shaping.margin is {self.margin}: it is a number of tokens, 1 or more")
 
     def __call__(self, batch: Batch) -> Float[Tensor, "prompt sample 1"] | None:
-        if not batch.ends:
+        if not batch.can_end:
             return None
         length = batch.length.to(batch.reward.dtype)
         limit = batch.limit if batch.limits is None else batch.limits.unsqueeze(-1)

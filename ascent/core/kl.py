@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ascent.core.errors import ConfigError
-from ascent.core.types import Batch, PerToken, add_outcome, at_last
+from ascent.core.types import Batch, PerToken, add_outcome, per_token_reward
 
 Estimator = Literal["k1", "abs", "k2", "k3", "exact"]
 
@@ -127,10 +127,10 @@ class InReward(KL):
 
     def shaped(self, batch: Batch, kl: PerToken, coef: float) -> Float[Tensor, "prompt sample #token"]:
         """The reward minus the penalty; with one penalty per token an outcome reward moves to the last token."""
-        penalty = torch.where(batch.counted, coef * kl, 0.0)
+        penalty = torch.where(batch.loss_mask, coef * kl, 0.0)
         if self.per == "response":
             return add_outcome(batch, -penalty.sum(-1, keepdim=True))
-        return at_last(batch, batch.reward) - penalty
+        return per_token_reward(batch, batch.reward) - penalty
 
 
 KLS = (NoKL, InLoss, InReward)

@@ -18,10 +18,21 @@ from ascent.core.algorithms import Algorithm
 from ascent.core.config import Config
 from ascent.core.correction import mismatch
 from ascent.core.errors import ConfigError, RunError
-from ascent.core.groups import without_signal
+from ascent.core.groups import groups_without_signal
 from ascent.core.metric_names import MISMATCH
 from ascent.core.protocols import Learner, Records, RolloutEngine, RolloutJournal, RolloutRequest, Task, UpdateResult
-from ascent.core.types import Batch, Metrics, Prompts, Rollouts, State, Streams, at_actions, at_last, join, to_batch
+from ascent.core.types import (
+    Batch,
+    Metrics,
+    Prompts,
+    Rollouts,
+    State,
+    Streams,
+    join,
+    per_token_reward,
+    rewards_on_actions,
+    to_batch,
+)
 
 GROUP_DEADLINE = 3600.0
 """Seconds that a step waits for all of its groups."""
@@ -63,13 +74,13 @@ def train(
     Yields the number of each finished step. A config that the caller sends back replaces the current one.
     """
     algorithm = config.algorithm
-    reads_old = "logp_old" in algorithm.needs or algorithm.kl.where == "reward" or algorithm.update.whole
+    reads_old = "logp_old" in algorithm.needs or algorithm.kl.where == "reward" or algorithm.update.full_batch
     # With one update per batch the ratio is 1, so logp_old is the logp of that update: no extra forward pass.
     ratio_is_one = config.old_logp == "learner" and config.epochs * config.minibatches == 1 and not reads_old
     scores_old = config.old_logp == "learner" and not ratio_is_one
     needs = algorithm.needs | ({"logp_old"} if scores_old else frozenset())
     check_needs(needs, engine, learner)
-    state = algorithm.start() if state is None else state
+    state = algorithm.initial_state() if state is None else state
     engine.load(learner.params(), version=start)
     for step in range(start, config.steps):
         timer, begin = PhaseTimer(), time.perf_counter()
@@ -93,7 +104,7 @@ def train(
             batch = batch.add(logp_old=updates[0].logp if updates else batch.logp_sampler)
         metrics |= update_metrics(step, batch, minis, updates, config)
         with timer("sync"):
-            state = algorithm.after(state, metrics)
+            state = algorithm.update_state(state, metrics)
             engine.load(learner.params(), version=step + 1)
             if updates or not algorithm.reference.averages:
                 algorithm.reference(learner, step)
@@ -106,8 +117,8 @@ def train(
         raise_if_diverged(step, metrics, batch, learner, records, config.max_mismatch)
         records.step(step, metrics, batch, minis, updates)
         config = (yield step) or config
-        stopping = records.stopping()
-        if stopping or records.best() or (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
+        stopping = records.should_stop()
+        if stopping or records.is_best() or (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
             records.checkpoint(step + 1, learner, streams, state, engine.snapshot_pending())
         if stopping:
             return
@@ -178,7 +189,7 @@ def collect(
     batch = join(selected)
     if missing == config.prompts:  # no group has signal: no token counts, and so there is no update
         batch = sampled[-1].add(valid=torch.zeros_like(sampled[-1].valid))
-    return batch.add(errors=tuple(errors), index=torch.arange(batch.prompt.shape[0])), metrics
+    return batch.add(errors=tuple(errors), prompt_index=torch.arange(batch.prompt.shape[0])), metrics
 
 
 def submit_requests(
@@ -263,18 +274,18 @@ def score_rollouts(task: Task, rollouts: Rollouts) -> tuple[Batch, list[str]]:
     rewards = {"reward": reward, "valid": valid & finite, "correct": scores.correct}
     batch = to_batch(rollouts, logp_sampler=logp_sampler, notes=notes, **rewards)
     if scores.measures:
-        batch = batch.add(measures=torch.stack(list(scores.measures.values()), -1), measured=tuple(scores.measures))
+        batch = batch.add(
+            measures=torch.stack(list(scores.measures.values()), -1), measure_names=tuple(scores.measures)
+        )
     return batch, errors
 
 
 def total_reward(rollouts: Rollouts, score: Tensor) -> Float[Tensor, "prompt sample #token"]:
     """Return the task's score plus the environment's reward; per-token rewards are moved to actions."""
-    if rollouts.reward is None:
-        return score if score.shape[-1] == 1 else at_actions(rollouts, at_last(rollouts, score))
-    if score.shape[-1] == rollouts.reward.shape[-1] == 1:
-        return score + rollouts.reward
-    score, paid = (at_actions(rollouts, at_last(rollouts, reward)) for reward in (score, rollouts.reward))
-    return score + paid
+    rewards = [reward for reward in (score, rollouts.reward) if reward is not None]
+    if any(reward.shape[-1] > 1 for reward in rewards):
+        rewards = [rewards_on_actions(rollouts, per_token_reward(rollouts, reward)) for reward in rewards]
+    return sum(rewards[1:], rewards[0])
 
 
 def join_notes(first: np.ndarray | None, second: np.ndarray | None) -> np.ndarray | None:
@@ -294,7 +305,7 @@ def rollout_metrics(batch: Batch) -> Metrics:
         "reward": rewards.mean(),
         "reward_std": rewards.std() if len(rewards) > 1 else torch.zeros(()),
         "accuracy": correct.sum() / max(len(rewards), 1),
-        "frac_reward_zero_std": without_signal(batch).to(rewards.dtype).mean(),
+        "frac_reward_zero_std": groups_without_signal(batch).to(rewards.dtype).mean(),
         "frac_all_right": ((correct | ~batch.valid).all(1) & has_reward).to(rewards.dtype).mean(),
         "frac_all_wrong": (~correct.any(1) & has_reward).to(rewards.dtype).mean(),
         "completions/mean_length": length.mean(),
@@ -306,7 +317,7 @@ def rollout_metrics(batch: Batch) -> Metrics:
     unknown += ["accuracy", "frac_all_right", "frac_all_wrong"] if batch.correct is None else []
     metrics = {name: value for name, value in metrics.items() if name not in unknown}
     if batch.measures is not None and len(rewards):
-        means = zip(batch.measured, batch.measures[batch.valid].nanmean(0).tolist(), strict=True)
+        means = zip(batch.measure_names, batch.measures[batch.valid].nanmean(0).tolist(), strict=True)
         metrics |= {name: mean for name, mean in means if mean == mean}  # NaN: no response of the step has it
     return {**metrics, "num_responses": batch.valid.numel()}
 
@@ -316,7 +327,7 @@ def update_metrics(step: int, batch: Batch, minis: list[Batch], updates: list[Up
 
     A step without an update reports only `frac_masked`; its other metrics are null in the records.
     """
-    masked = {} if batch.masked is None else {"frac_masked": batch.masked.double().mean().item()}
+    masked = {} if batch.excluded is None else {"frac_masked": batch.excluded.double().mean().item()}
     if not updates:
         return masked
     num_means, names = len(updates[0].metrics), [*updates[0].metrics, *updates[0].sums]
@@ -363,8 +374,8 @@ def raise_if_diverged(
         bad.append("the parameters")
     if bad:
         raise RunError(
-            f"step {step}: infinite or NaN: {', '.join(bad)}. The batch is saved in {records.dump(step, batch)}; "
-            "checkpoints are from earlier steps. Lower --lr, or set --update.max-norm (for value/…: --critic.lr and "
+            f"step {step}: infinite or NaN values in {' and '.join(bad)}. The batch is saved in {records.dump(step, batch)}; "
+            "the checkpoints are from earlier steps. Lower --lr, or set --update.max-norm (for value/…: --critic.lr and "
             "--critic.max-norm)"
         )
     if (gap := metrics.get(MISMATCH, 0.0)) > max_mismatch:

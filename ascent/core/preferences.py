@@ -39,7 +39,7 @@ def _refuse_others(row: Any, loss: Loss, **wanted: type) -> None:
                 f"--loss {name_of(loss)} with --{axis} {name_of(getattr(row, axis))}: it learns from {loss.data}, "
                 f"which the policy did not sample, so --{axis} has no effect. Set --{axis} {name_of(kind)}"
             )
-    given = {f"--critic {name_of(row.critic)}": row.critic.on, f"--kl {name_of(row.kl)}": row.kl.where == "reward"}
+    given = {f"--critic {name_of(row.critic)}": row.critic.enabled, f"--kl {name_of(row.kl)}": row.kl.where == "reward"}
     given |= {"--kl.importance": row.kl.importance, "--groups.mask-truncated": row.groups.mask_truncated}
     for what in (what for what, on in given.items() if on):
         raise ConfigError(f"--loss {name_of(loss)} with {what}: {loss.data} have no reward; leave it at its default")
@@ -91,7 +91,7 @@ class PairLoss(Loss):
             "rewards/margins": margin,
             "rewards/accuracies": (margin > 0).to(margin.dtype),
         }
-        sums = {"entropy": (out.entropy.detach() * mini.counted).sum()} if self.trains == "policy" else {}
+        sums = {"entropy": (out.entropy.detach() * mini.loss_mask).sum()} if self.trains == "policy" else {}
         means = {name: (weight * figure).sum() for name, figure in figures.items()}
         return Terms((weight * self.value(rating)).sum(), sums, means)
 
@@ -127,7 +127,7 @@ class Dpo(PairLoss):
 
     def check(self, row: Any) -> None:
         super().check(row)
-        if not row.reference.kept:
+        if not row.reference.enabled:
             raise ConfigError(
                 f"--loss dpo with --reference {name_of(row.reference)}: it compares the policy with a reference. Set "
                 "--reference frozen"
@@ -167,8 +167,8 @@ class BradleyTerry(PairLoss):
 
     def check(self, row: Any) -> None:
         super().check(row)
-        if row.reference.kept or row.update.whole:
-            axis = "reference" if row.reference.kept else "update"
+        if row.reference.enabled or row.update.full_batch:
+            axis = "reference" if row.reference.enabled else "update"
             what = f"--{axis} {name_of(getattr(row, axis))}"
             raise ConfigError(
                 f"--loss bradley-terry with {what}: a reward model has neither a reference nor a trust region. Set "
@@ -206,10 +206,10 @@ class StepValue(Loss):
         assert mini.weight is not None
         if out.rating is None:
             raise ConfigError("--loss step-value trains a process reward, but this learner has a policy")
-        error = torch.where(mini.counted, out.rating - mini.reward, 0.0) ** 2
+        error = torch.where(mini.loss_mask, out.rating - mini.reward, 0.0) ** 2
         return Terms(-0.5 * (mini.weight * error).sum(), {"steps/error": error.detach().sum()})
 
 
 PREFERENCES = (Likelihood, Dpo, BradleyTerry, StepValue)
-SHOWN = {"demonstrations": 1, "pairs": 2, "steps": 1}
+RESPONSES_PER_PROMPT = {"demonstrations": 1, "pairs": 2, "steps": 1}
 """Responses per prompt."""

@@ -217,19 +217,19 @@ class Learner(Protocol):
     def gradient(self, mini: Batch, objective: Objective) -> Terms:
         """Compute the objective; every trainable parameter's `.grad` becomes −∇objective."""
 
-    def total(self, mini: Batch, objective: Objective) -> Tensor:
+    def evaluate_objective(self, mini: Batch, objective: Objective) -> Tensor:
         """Return the objective at the current parameters."""
 
-    def fisher(self, mini: Batch) -> Callable[[list[Tensor]], list[Tensor]]:
+    def fisher_product(self, mini: Batch) -> Callable[[list[Tensor]], list[Tensor]]:
         """Return v ↦ F·v, where F is the Hessian of the mean KL(π_old ‖ π) at π = π_old."""
 
     def kl_from(self, mini: Batch, params: list[Tensor]) -> Tensor:
         """Return the mean KL(π_old ‖ π), where π_old has these parameters."""
 
-    def assign(self, params: list[Tensor]) -> None:
+    def set_trainable(self, params: list[Tensor]) -> None:
         """Set the trainable parameters."""
 
-    def fit(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
+    def fit_critic(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
         """Take one critic step on the token mean of the loss; return the loss's sums before it, and ‖gradient‖."""
 
     def mix_reference(self, rate: float) -> None:
@@ -261,10 +261,10 @@ class Records(Protocol):
     def dump(self, step: int, batch: Batch) -> str:
         """Save a batch that diverged, and return its path."""
 
-    def stopping(self) -> bool:
+    def should_stop(self) -> bool:
         """Return whether the run is to stop after this step."""
 
-    def best(self) -> bool:
+    def is_best(self) -> bool:
         """Return whether the last evaluation was the best one and its checkpoint is to be kept."""
 
 

@@ -13,7 +13,7 @@ from ascent.core.protocols import Learner
 class Reference:
     """A policy to measure the KL to: called with the learner after each step, it may renew it."""
 
-    kept: ClassVar[bool] = True
+    enabled: ClassVar[bool] = True
     """Is there a reference at all?"""
     averages: ClassVar[bool] = False
     """Does it follow the policy's updates, so that a step without one leaves it where it is?"""
@@ -26,7 +26,7 @@ class Reference:
 class NoReference(Reference):
     """No reference: nothing is kept and no KL is measured."""
 
-    kept = False
+    enabled = False
 
 
 @dataclass(frozen=True)

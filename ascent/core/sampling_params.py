@@ -28,10 +28,10 @@ class SamplingParams:
             )
 
     @property
-    def whole(self) -> bool:
+    def unrestricted(self) -> bool:
         return self == SamplingParams()
 
-    def allowed(self, p: Tensor) -> Tensor:
+    def allowed_tokens(self, p: Tensor) -> Tensor:
         """Which tokens of each row `[row vocab]` may be drawn; the likeliest always may."""
         if self.top_k == 0 and self.top_p == 1.0 and self.min_p == 0.0:
             return p > 0

@@ -24,7 +24,7 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
 class Update:
     """A way to step: called with the learner, a mini-batch and an objective, it moves the parameters."""
 
-    whole: ClassVar[bool] = False
+    full_batch: ClassVar[bool] = False
     """Does it take the whole rollout batch, in one update?"""
 
     def optimizer(self, parameters: list[Tensor]) -> torch.optim.Optimizer | None:
@@ -157,7 +157,7 @@ class TrustRegion(Update):
     """How often a failed step is shortened before it is given up."""
     shrink: float = 0.7
     """Factor on a step that gained nothing. A step whose KL is above Δ is shortened according to its KL."""
-    whole = True
+    full_batch = True
 
     def __post_init__(self) -> None:
         counts = self.iterations >= 1 and min(self.damping, self.fisher_tokens, self.backtracks) >= 0
@@ -171,7 +171,7 @@ class TrustRegion(Update):
         found = dict.fromkeys(("accepted", "scale", "kl", "gain", "expected_gain", "too_far", "no_gain"), 0.0)
         if math.isfinite(norm) and norm > 0:
             every = max(1, round(mini.tokens / (self.fisher_tokens or mini.tokens)))
-            product = learner.fisher(mini.select(slice(None, None, every)))
+            product = learner.fisher_product(mini.select(slice(None, None, every)))
             s = conjugate_gradients(lambda v: plus(product(v), self.damping, v), g, self.iterations)
             curvature = dot(s, product(s))
             if curvature > 0:
@@ -185,15 +185,15 @@ class TrustRegion(Update):
         old, scale = [p.detach().clone() for p in learner.trainable()], 1.0
         why = {"too_far": 0.0, "no_gain": 0.0}
         for _ in range(self.backtracks + 1):
-            learner.assign(plus(old, scale, step))
+            learner.set_trainable(plus(old, scale, step))
             kl = float(learner.kl_from(mini, old))
-            gain = float(learner.total(mini, objective) - before) if kl <= self.delta else math.nan
+            gain = float(learner.evaluate_objective(mini, objective) - before) if kl <= self.delta else math.nan
             if gain > 0:
                 return {"accepted": 1.0, "scale": scale, "kl": kl, "gain": gain, **why}
             why["no_gain" if kl <= self.delta else "too_far"] += 1
             # The KL grows as the square of the scale, so one above Δ says how much too far the step went.
             scale *= max(0.1, 0.95 * math.sqrt(self.delta / kl)) if self.delta < kl < math.inf else self.shrink
-        learner.assign(old)
+        learner.set_trainable(old)
         return why
 
 

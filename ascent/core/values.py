@@ -20,7 +20,7 @@ from torch import Tensor
 from ascent.core.advantages import Advantage, whiten
 from ascent.core.correction import log_weight
 from ascent.core.errors import ConfigError
-from ascent.core.types import Batch, PerToken, State, at_last
+from ascent.core.types import Batch, PerToken, State, per_token_reward
 
 
 def td_errors(
@@ -28,7 +28,7 @@ def td_errors(
 ) -> tuple[PerToken, Int[Tensor, "prompt sample token"]]:
     """d_t with the actions moved to the front and 0 behind them, and the order that moved them."""
     assert batch.value is not None
-    reward = at_last(batch, batch.reward)
+    reward = per_token_reward(batch, batch.reward)
     order = (~batch.mask).to(torch.uint8).argsort(dim=-1, stable=True)
     is_action = batch.mask.gather(-1, order)
     V = torch.where(is_action, batch.value.gather(-1, order), 0.0)
@@ -71,7 +71,7 @@ class Valued(Advantage):
     whitened: bool = field(default=False, kw_only=True)
     """Shift and scale to mean 0 and standard deviation 1 over the tokens of the rollout batch; this is biased."""
     lam: ClassVar[float]
-    group = False
+    group_relative = False
     needs = frozenset({"value"})
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ class Valued(Advantage):
 
     def __call__(self, batch: Batch, state: State) -> PerToken:
         δ = self.advantage(batch)
-        return torch.where(batch.counted, whiten(δ, batch, 1e-8) if self.whitened else δ, 0.0)
+        return torch.where(batch.loss_mask, whiten(δ, batch, 1e-8) if self.whitened else δ, 0.0)
 
 
 @dataclass(frozen=True)

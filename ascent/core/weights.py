@@ -18,7 +18,7 @@ Weight = Float[Tensor, "prompt sample token"]
 
 def _counts(batch: Batch) -> tuple[Tensor, Int[Tensor, "prompt sample 1"], Int[Tensor, ""]]:
     """Counted tokens as 0/1, their number in each response, and the number of responses that have any."""
-    counted = batch.counted
+    counted = batch.loss_mask
     length = counted.sum(-1, keepdim=True)
     return counted.to(batch.logp_sampler.dtype), length, (length > 0).sum().clamp(min=1)
 

@@ -81,7 +81,7 @@ class Ranks:
 
     def share(self, batch: Batch) -> Batch:
         """This rank's part of a mini-batch, which may be empty."""
-        return batch if self.size == 1 else batch.share(shares(batch, self.size)[self.rank])
+        return batch if self.size == 1 else batch.sub_batch(shares(batch, self.size)[self.rank])
 
     def put_together(self, part: Tensor, batch: Batch) -> Tensor:
         """Numbers of everybody's share, in the order of the batch; on other ranks than 0, one's own."""
@@ -130,7 +130,7 @@ class RankZeroOnly(Ranks):
         return self.inner.most(count)
 
     def share(self, batch: Batch) -> Batch:
-        return batch.share(slice(0, 0)) if self.rank else batch
+        return batch.sub_batch(slice(0, 0)) if self.rank else batch
 
 
 def shares(batch: Batch, size: int) -> list[Tensor]:

@@ -144,7 +144,7 @@ class Requests(GenerationState):
 
     def _finish(self, slot: int, length: int) -> None:
         """The turn in a slot is over; its row waits for the next one, or leaves."""
-        whole = self.request[slot].greedy or self.support_of(slot).whole
+        whole = self.request[slot].greedy or self.support_of(slot).unrestricted
         request, begin = self.request.pop(slot), self.begin(slot)
         self.told.pop(slot, None)
         drawn = slice(begin, length)
@@ -291,13 +291,13 @@ class LocalConversationEngine(LocalEngine):
     def generate(
         self, prompts: Prompts, samples: int, greedy: bool = False, *, limit: int | None = None, seed: int | None = None
     ) -> Rollouts:
-        if prompts.play is None:
+        if prompts.start_episodes is None:
             return super().generate(prompts, samples, greedy, limit=limit, seed=seed)
         count, limit = len(prompts) * samples, limit or self.limit
         seeds = list(range(count))
         if not greedy:
             seeds = response_seeds(len(prompts), samples, self.generator, seed).flatten().tolist()
-        with closing(prompts.play(prompts, samples, seeds)) as visits:
+        with closing(prompts.start_episodes(prompts, samples, seeds)) as visits:
             visits.begin(self.limits(prompts, samples, limit).tolist(), limit, self.temperature, self.support, greedy)
             self.latest = serve_requests(self, visits.queue, count, limit, visits.longest)
             most, how = min(limit, self.most or limit), (self.temperature, self.version, self.support.whole)
@@ -342,7 +342,7 @@ def rollouts_from_conversations(
         logp_sampler=grid("logp", torch.float32),
         mass=None if whole else grid("kept_mass", torch.float32, 1),
         turn=grid("turn", torch.long),
-        waited=grid("waited", torch.float32),
+        environment_seconds=grid("waited", torch.float32),
         limit=limit,
         limits=prompts.limits,
         truncated=torch.tensor([row.truncated for row in rows]).view(shape),

@@ -108,7 +108,7 @@ class LocalEngine(RolloutEngine):
         Of a conversation more than its tokens counts: it is scored at the end.
         """
         tell, problems = self.score_early, [part.problem for part in prompts]
-        if tell is None or any(part.play is not None or part.problem is None for part in prompts):
+        if tell is None or any(part.start_episodes is not None or part.problem is None for part in prompts):
             return None
         identities = torch.cat([part for part in problems if part is not None]).tolist()
         return lambda responses, tokens: tell([identities[response // samples] for response in responses], tokens)
@@ -130,7 +130,7 @@ class LocalEngine(RolloutEngine):
 
     def _finished(self, step: int, deadline: float) -> Iterator[FinishedRollouts]:
         later = any(one.request.step != step or one.unfinished is not None for one in self.pending)
-        if later and self.lm.shares and all(one.request.prompts.play is None for one in self.pending):
+        if later and self.lm.shares and all(one.request.prompts.start_episodes is None for one in self.pending):
             self._go_on(step)
             mine = [one for one in self.pending if one.request.step == step]
             self.pending = tuple(one for one in self.pending if one.request.step != step)
@@ -199,12 +199,12 @@ class LocalEngine(RolloutEngine):
         self, prompts: Prompts, samples: int, seeds: Tensor | None, limits: Tensor, limit: int
     ) -> Iterator[EnvironmentTurns | None]:
         """What answers the turns of these responses, if anything does. A greedy answer has the same luck every time."""
-        if prompts.play is None:
+        if prompts.start_episodes is None:
             yield None
             return
         count = len(prompts) * samples
         luck = list(range(count)) if seeds is None else seeds.tolist()
-        with closing(prompts.play(prompts, samples, luck)) as episodes:
+        with closing(prompts.start_episodes(prompts, samples, luck)) as episodes:
             yield EnvironmentTurns(episodes, limits, limit)
 
     @contextmanager
@@ -264,7 +264,7 @@ class LocalEngine(RolloutEngine):
             truncated=~drawn.ended[rows].view(shape),
             temperature=self.temperature,
             version=torch.full((*shape, 1), self.version) if version is None else version[:, :width].view(*shape, -1),
-            mass=None if drawn.mass is None else part(drawn.mass),
+            kept_mass=None if drawn.mass is None else part(drawn.mass),
             **said,
         )
 
@@ -282,7 +282,7 @@ def _so_far(one: PendingRollout) -> dict[str, Tensor]:
         nothing = torch.zeros(count, 0)
         tokens, length, ended = (nothing.long(), nothing, nothing, nothing.long()), torch.zeros(count).long(), ~going
     else:
-        mass = torch.ones(drawn.mask.shape) if drawn.mass is None else drawn.mass
+        mass = torch.ones(drawn.mask.shape) if drawn.kept_mass is None else drawn.kept_mass
         parts = (drawn.response, drawn.logp_sampler, mass, drawn.version.expand(drawn.mask.shape))
         tokens = tuple(part.flatten(0, 1) for part in parts)  # type: ignore[assignment]
         length, ended = drawn.length.flatten(), ~drawn.truncated.flatten()

@@ -45,7 +45,7 @@ class GenerationState:
         """One per response; None: the likeliest token is taken."""
         self.token = torch.zeros(count, limit, dtype=torch.long)
         self.logp = torch.zeros(count, limit)
-        self.mass = None if support.whole else torch.ones(count, limit)
+        self.mass = None if support.unrestricted else torch.ones(count, limit)
         self.length = torch.zeros(count, dtype=torch.long)
         self.ended = torch.zeros(count, dtype=torch.bool)
         self.stopped: set[int] = set()

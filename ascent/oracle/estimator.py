@@ -113,7 +113,7 @@ def estimate(
     run that is over. With dynamic sampling only the groups that are kept count. Pass `groups` from
     `enumerate_groups` to save time when algorithms are compared that differ only in their surrogate.
     """
-    state = algorithm.start() if state is None else state
+    state = algorithm.initial_state() if state is None else state
     groups = enumerate_groups(table, algorithm, samples, state) if groups is None else groups
     batch = table.filled(algorithm.needs)
     correction = None if algorithm.correction.normalized else algorithm.correction(batch)  # else it is in the credit
@@ -139,7 +139,8 @@ def enumerate_groups(table: Table, algorithm: Algorithm, samples: int, state: St
     key = [batch.reward, algorithm.shape_rewards(batch, state).reward, batch.length.unsqueeze(-1)]
     key += [] if batch.turn is None else [batch.turn, batch.mask]
     key += [getattr(batch, name) for name in seen] + ([batch.truncated.unsqueeze(-1)] if "value" in seen else [])
-    key += [] if (masked := algorithm.exclude_responses(batch).masked) is None else [masked.unsqueeze(-1)]
+    excluded = algorithm.exclude_responses(batch).excluded
+    key += [] if excluded is None else [excluded.unsqueeze(-1)]
     _, class_of = torch.cat([x[0].to(batch.reward.dtype) for x in key], -1).unique(dim=0, return_inverse=True)
     classes = int(class_of.max()) + 1
     if samples < 1:

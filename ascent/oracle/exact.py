@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ascent.core.errors import ConfigError
 from ascent.core.loop import total_reward
-from ascent.core.types import Batch, Outputs, Prompts, Rollouts, Scores, Space, at_last, reward_to_go, to_batch
+from ascent.core.types import Batch, Outputs, Prompts, Rollouts, Scores, Space, per_token_reward, reward_to_go, to_batch
 from ascent.core.update import Adam
 from ascent.models.small_policies import Policy
 from ascent.rollout.small_sampler import SmallSampler
@@ -91,7 +91,7 @@ def every_response(space: Space, prompt: Int[Tensor, "prompt position"], tempera
         truncated=truncated.expand(shape[:2]),
         limit=space.limit,
         temperature=temperature,
-        ends=space.end is not None,
+        can_end=space.end is not None,
     )
 
 
@@ -268,7 +268,7 @@ class Table:
     def exact_value(self) -> Float[Tensor, "response state"]:
         """V(s_t) = E[Σ_{u ≥ t} r_u | the first t tokens] under the policy that drew the responses; 0 after the end."""
         mask, p = self.batch.mask[0], self.probability
-        reward = at_last(self.batch, self.batch.reward)
+        reward = per_token_reward(self.batch, self.batch.reward)
         to_go = torch.nn.functional.pad(reward_to_go(reward)[0], (0, 1))
         tokens = torch.where(self.batch.present[0], self.batch.response[0], NEVER)
         values = []

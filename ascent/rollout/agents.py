@@ -1,6 +1,6 @@
 """Agents in training: each response is a session of the run's own endpoint, and an agent talks in it.
 
-    sampler ── prompts.play ──> Episodes: a session and a key per response
+    sampler ── prompts.start_episodes ──> Episodes: a session and a key per response
        │                           │ assignments: url, key, problem, seed, deadline
        │ decodes what comes        v
        └── Desk <── Endpoint <── agents, in processes and with clients of their own
@@ -232,7 +232,7 @@ class AgentTask(PlayedTask):
         if not bool(paid.all()):
             own = self.task.score(rollouts)
             errors = tuple(compress(own.errors, (~paid[~own.valid]).tolist()))
-            outcome = reward if own.reward.shape[-1] == 1 else at_last(rollouts, reward)
+            outcome = reward if own.reward.shape[-1] == 1 else per_token_reward(rollouts, reward)
             part = torch.where(paid.unsqueeze(-1), outcome, own.reward)
             correct = None if own.correct is None else torch.where(paid, right, own.correct)
             measures = own.measures | {"lenient": torch.where(paid, lenient, own.measures["lenient"])}
@@ -242,7 +242,7 @@ class AgentTask(PlayedTask):
 
     def _measures(self, rollouts: Rollouts, outcomes: list[AgentResult]) -> dict[str, torch.Tensor]:
         shape = rollouts.mask.shape[:2]
-        if rollouts.turn is None or rollouts.waited is None or rollouts.notes is None:
+        if rollouts.turn is None or rollouts.environment_seconds is None or rollouts.notes is None:
             return {}
         names = dict.fromkeys(name for outcome in outcomes for name in outcome.metrics)
         values = {
@@ -250,7 +250,12 @@ class AgentTask(PlayedTask):
             for name in names
         }
         turns = torch.where(rollouts.mask, rollouts.turn + 1, 0).amax(-1).float()
-        return {"turns": turns, "turns/cut": count_cut(rollouts), "time/environment": rollouts.waited.sum(-1), **values}
+        return {
+            "turns": turns,
+            "turns/cut": count_cut(rollouts),
+            "time/environment": rollouts.environment_seconds.sum(-1),
+            **values,
+        }
 
 
 def play_agents(task: Any, model: Any, bound: Any) -> Any:

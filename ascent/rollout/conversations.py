@@ -238,19 +238,19 @@ class PlayedTask(BoundBase):
         self.task, self.player, self.in_words = task, player, words
 
     def draw(self, count: int, generator: Any) -> Prompts:
-        return replace(self.task.draw(count, generator), play=self.player)
+        return replace(self.task.draw(count, generator), start_episodes=self.player)
 
     def step_prompts(self, step: int, count: int, seed: int, generator: Any) -> Prompts:
-        return replace(self.task.step_prompts(step, count, seed, generator), play=self.player)
+        return replace(self.task.step_prompts(step, count, seed, generator), start_episodes=self.player)
 
     def held_out(self, count: int) -> Prompts:
-        return replace(self.task.held_out(count), play=self.player)
+        return replace(self.task.held_out(count), start_episodes=self.player)
 
     def read_prompts(self, typed: Sequence[str], plain: bool) -> tuple[Prompts, list[str]]:
         """Words that were typed are the whole problem."""
         prompts, words = self.task.read_prompts(typed, plain)
         problems = [Problem(text) for text in typed] if self.in_words else None
-        return replace(prompts, play=functools.partial(self.player, problems=problems)), words
+        return replace(prompts, start_episodes=functools.partial(self.player, problems=problems)), words
 
     def score(self, rollouts: Rollouts) -> Scores:
         """The task's own score, with the number of turns, and what was called in them.
@@ -262,8 +262,8 @@ class PlayedTask(BoundBase):
             return scores
         turns = torch.where(rollouts.mask, rollouts.turn + 1, 0).amax(-1).to(scores.reward.dtype)
         measures, correct = {**scores.measures, "turns": turns, **count_calls(rollouts.notes, turns)}, scores.correct
-        if self.in_words and rollouts.notes is not None and rollouts.waited is not None:
-            measures |= {"turns/cut": count_cut(rollouts), "time/environment": rollouts.waited.sum(-1)}
+        if self.in_words and rollouts.notes is not None and rollouts.environment_seconds is not None:
+            measures |= {"turns/cut": count_cut(rollouts), "time/environment": rollouts.environment_seconds.sum(-1)}
         if self.in_words and correct is not None and rollouts.reward is not None:
             unanswered = [self.player.problem(rollouts, place).answer is None for place in range(len(rollouts.prompt))]
             earned = scores.reward.sum(-1) + rollouts.reward.sum(-1) > 1 - 1e-5

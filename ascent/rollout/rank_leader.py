@@ -44,22 +44,22 @@ class RankZeroLearner:
     def step(self, mini: Batch, objective: Objective, update: TakeStep) -> UpdateResult:
         return self._all("step", sent(mini), here=(objective, update))
 
-    def fit(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
-        return self._all("fit", sent(mini), here=(loss,))
+    def fit_critic(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
+        return self._all("fit_critic", sent(mini), here=(loss,))
 
     def gradient(self, mini: Batch, objective: Objective) -> Terms:
         """For trials before a run: of an objective that is not the run's."""
         return self._alone("gradient", mini, objective)
 
-    def total(self, mini: Batch, objective: Objective) -> Tensor:
+    def evaluate_objective(self, mini: Batch, objective: Objective) -> Tensor:
         """For evaluations: an objective that is not the run's may keep what it is shown."""
-        return self._alone("total", mini, objective)
+        return self._alone("evaluate_objective", mini, objective)
 
     def _alone(self, name: str, mini: Batch, objective: Objective) -> Any:
         """Where rank 0 has all parameters, it computes the whole batch."""
         if not self.inner.alone:
             with self.ranks.work():
-                self.ranks.tell("learner", "on_rank_zero", name, sent(mini.share(slice(0, 0))))
+                self.ranks.tell("learner", "on_rank_zero", name, sent(mini.sub_batch(slice(0, 0))))
                 return self.inner.on_rank_zero(name, mini, objective)
         self.inner.ranks = SINGLE_PROCESS
         try:
@@ -114,7 +114,7 @@ class RankedEngine(DelegatingEngine):
     def generate(
         self, prompts: Prompts, samples: int, greedy: bool = False, *, limit: int | None = None, seed: int | None = None
     ) -> Rollouts:
-        if prompts.play is not None or not self.seeded:
+        if prompts.start_episodes is not None or not self.seeded:
             return self.inner.generate(prompts, samples, greedy, limit=limit, seed=seed)
         seeds = None if greedy else response_seeds(len(prompts), samples, self.inner.generator, seed)
         with self.ranks.work():
@@ -146,7 +146,7 @@ class RankedEngine(DelegatingEngine):
 
 def sent(batch: Batch) -> Batch:
     """A batch without what no learner reads: words."""
-    return replace(batch, notes=None, errors=(), measures=None, measured=())
+    return replace(batch, notes=None, errors=(), measures=None, measure_names=())
 
 
 def wrap_for_ranks(parts: Any, ranks: RankGroup) -> None:

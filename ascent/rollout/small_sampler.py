@@ -34,7 +34,7 @@ class SmallSampler(RolloutEngine):
         if limit not in (None, self.limit):
             raise ValueError(f"a limit of {limit} tokens: a small policy draws up to {self.limit}, as its task says")
         stream = self.generator if seed is None else torch.Generator().manual_seed(seed)
-        if prompts.play is not None:
+        if prompts.start_episodes is not None:
             return self._conversations(prompts, samples, stream, greedy)
         drawn = self.policy.sample(prompts.prompt, samples, self.temperature, None if greedy else stream)
         end = self.policy.space.end
@@ -44,7 +44,7 @@ class SmallSampler(RolloutEngine):
         else:
             mask = torch.arange(drawn.response.shape[2]) < drawn.length.unsqueeze(-1)
             truncated = drawn.response.gather(-1, drawn.length.unsqueeze(-1) - 1).squeeze(-1) != end
-        return self._rollouts(prompts, drawn, mask=mask, present=mask, truncated=truncated, ends=end is not None)
+        return self._rollouts(prompts, drawn, mask=mask, present=mask, truncated=truncated, can_end=end is not None)
 
     def _rollouts(self, prompts: Prompts, drawn: Sampled, mask: Tensor, **more: Any) -> Rollouts:
         return Rollouts(
@@ -61,11 +61,11 @@ class SmallSampler(RolloutEngine):
 
     def _conversations(self, prompts: Prompts, samples: int, stream: torch.Generator, greedy: bool) -> Rollouts:
         """Responses of several turns. A greedy answer has the same luck every time."""
-        assert prompts.play is not None
+        assert prompts.start_episodes is not None
         shape = len(prompts), samples
         count = shape[0] * shape[1]
         seeds = torch.arange(count) if greedy else torch.randint(2**62, (count,), generator=stream)
-        with closing(prompts.play(prompts, samples, seeds.tolist())) as episodes:
+        with closing(prompts.start_episodes(prompts, samples, seeds.tolist())) as episodes:
             turns = EnvironmentTurns(episodes, torch.full((count,), self.limit), self.limit)
             follow = Conversation(turns, count, self.policy.space.end)
             random = None if greedy else stream

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ascent.core.config import Config
 from ascent.core.loop import score_rollouts
-from ascent.core.preferences import SHOWN, PairLoss, margin_of
+from ascent.core.preferences import RESPONSES_PER_PROMPT, PairLoss, margin_of
 from ascent.core.protocols import Learner, RolloutEngine, Task
 from ascent.core.types import Batch, Metrics, Outputs, Rollouts, Terms, to_batch
 from ascent.oracle.exact import expected_reward, reward_table
@@ -30,7 +30,9 @@ def sample_evaluator(
     """Accuracy and reward of greedy answers to held-out prompts; of a `policy`, where responses are few, E[R] too."""
     prompts = task.held_out(config.eval_prompts)
     few = (
-        policy is not None and prompts.play is None and len(prompts) * task.space.vocab**task.space.limit <= ENUMERABLE
+        policy is not None
+        and prompts.start_episodes is None
+        and len(prompts) * task.space.vocab**task.space.limit <= ENUMERABLE
     )
     table = reward_table(task, prompts.prompt) if few else None
 
@@ -45,7 +47,7 @@ def sample_evaluator(
             metrics["eval/reward"] = answers.reward.sum(-1)[answers.valid].double().mean().item()
             if answers.measures is not None:
                 means = answers.measures[answers.valid].double().nanmean(0).tolist()
-                measured = zip(answers.measured, means, strict=True)
+                measured = zip(answers.measure_names, means, strict=True)
                 metrics |= {f"eval/{k}": mean for k, mean in measured if mean == mean and not k.startswith("time/")}
         if table is not None:
             metrics["exact/reward"] = expected_reward(policy, prompts.prompt, table, config.temperature)
@@ -63,7 +65,7 @@ def offline_batch(rollouts: Rollouts, label: Tensor | None = None) -> Batch:
 
 def offline_evaluator(config: Config, learner: Learner, task: Task, sampler: RolloutEngine) -> Evaluate:
     """The evaluator of the data that the run learns from, on what its task holds out."""
-    rollouts = sampler.generate(task.held_out(config.eval_prompts), SHOWN[config.data])
+    rollouts = sampler.generate(task.held_out(config.eval_prompts), RESPONSES_PER_PROMPT[config.data])
     batch = offline_batch(rollouts, task.score(rollouts).reward if config.data == "steps" else None)
 
     def demonstrations() -> Metrics:
@@ -101,7 +103,7 @@ def each_part(learner: Learner, batch: Batch, read: Callable[[Batch, Outputs], T
         parts.append(read(micro, out))
         return Terms(torch.zeros(()), {})
 
-    learner.total(batch, collect)
+    learner.evaluate_objective(batch, collect)
     return parts
 
 

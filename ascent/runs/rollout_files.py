@@ -45,12 +45,12 @@ def write_rollouts(
 ) -> None:
     """The first groups (`most` of them, or all), with their log-probs at every update of the step."""
     groups = batch.prompt.shape[0] if most == "all" else min(batch.prompt.shape[0], int(most))
-    assert batch.index is not None and batch.logp_old is not None and batch.advantage is not None
+    assert batch.prompt_index is not None and batch.logp_old is not None and batch.advantage is not None
     logp: list[list[tuple[int, Any]]] = [[] for _ in range(groups)]
     entropy: dict[int, Any] = {}
     for i, (mini, update) in enumerate(zip(minis, updates, strict=True)):
-        assert mini.index is not None
-        for place, prompt in enumerate(mini.index.tolist()):
+        assert mini.prompt_index is not None
+        for place, prompt in enumerate(mini.prompt_index.tolist()):
             if prompt < groups:
                 logp[prompt].append((i, update.logp[place].tolist()))
                 if update.entropy is not None and prompt not in entropy:
@@ -83,7 +83,9 @@ def sampled_rows(step: int, batch: Batch, groups: int, pieces: TokenTexts) -> li
     there, errors, rows = batch.present[:groups].tolist(), set(batch.errors), list[Row]()
     paid: dict[str, list[Any]] = {}
     if batch.turn is not None:
-        paid = {TURN_REWARD: rewards} | ({} if batch.waited is None else {TURN_SECONDS: batch.waited[:groups].tolist()})
+        paid = {TURN_REWARD: rewards} | (
+            {} if batch.environment_seconds is None else {TURN_SECONDS: batch.environment_seconds[:groups].tolist()}
+        )
     masks = batch.mask[:groups].tolist() if paid else []
     # Where no group has signal, all responses are left out, though the reward of few or none failed.
     unused = not batch.valid.any() and len(batch.errors) < batch.valid.numel()
@@ -101,7 +103,8 @@ def sampled_rows(step: int, batch: Batch, groups: int, pieces: TokenTexts) -> li
             row |= {name: lists[name][p][s] for name in ("valid", "correct", "truncated") if name in lists}
             row["reward"] = sum(rewards[p][s])
             row |= {
-                name: value if (value := measures[p][s][i]) == value else None for i, name in enumerate(batch.measured)
+                name: value if (value := measures[p][s][i]) == value else None
+                for i, name in enumerate(batch.measure_names)
             }
             row |= {} if batch.notes is None else {"reason": note}
             row |= {

@@ -243,7 +243,7 @@ class RunWriter:
         with suppress(OSError):
             self._line("events.jsonl", {"step": self.last.get("step", -1) + 1, "event": kind, "text": text})
 
-    def stopping(self) -> bool:
+    def should_stop(self) -> bool:
         return self.stop
 
     def close(self) -> None:

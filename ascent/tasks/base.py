@@ -15,7 +15,7 @@ class BaseTask:
     passes: ClassVar[Any] = None
     """Passes over the rows to train on (`passes.Passes`); None: each step draws anew."""
     player: ClassVar[Any] = None
-    """What answers the turns of its responses, once the task is bound (`Prompts.play`); None: there is one turn."""
+    """What answers the turns of its responses, once the task is bound; None: there is one turn."""
     in_order: ClassVar[bool] = False
     """Its problems come in one order, from a stream: each step takes the next ones."""
 

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ascent.core.types import Prompts, Rollouts, Scores, Space, at_last
+from ascent.core.types import Prompts, Rollouts, Scores, Space, per_token_reward
 from ascent.tasks.reward_sources import RewardSource
 
 PerToken = Float[Tensor, "prompt sample token"]
@@ -36,7 +36,7 @@ def offline_rollouts(
         logp_sampler=torch.zeros(mask.shape),
         limit=space.limit,
         truncated=torch.zeros(mask.shape[:2], dtype=torch.bool) if truncated is None else truncated,
-        ends=space.end is not None,
+        can_end=space.end is not None,
         sampled=False,
     )
 
@@ -74,7 +74,7 @@ def mix_rewards(scored: Sequence[tuple[RewardSource, Scores]], rollouts: Rollout
         return replace(scores, reward=part.weight * scores.reward, measures={})
     rewards = [scores.reward for _, scores in scored]
     if any(reward.shape[-1] > 1 for reward in rewards):
-        rewards = [at_last(rollouts, reward) for reward in rewards]
+        rewards = [per_token_reward(rollouts, reward) for reward in rewards]
     total = torch.stack([part.weight * reward for (part, _), reward in zip(scored, rewards, strict=True)]).sum(0)
     valid = torch.stack([scores.valid for _, scores in scored]).all(0)
     errors = tuple(error for _, scores in scored for error in scores.errors)
@@ -88,7 +88,7 @@ def add_process_rewards(
     """Scores with process rewards added, if there are any, each given by its scores and by where steps end."""
     if not parts:
         return base
-    reward = at_last(rollouts, base.reward)
+    reward = per_token_reward(rollouts, base.reward)
     measures = dict(base.measures)
     for part, score, ends in parts:
         earned = gains(score, ends) if part.kind == "process" else torch.where(ends, score, 0.0)

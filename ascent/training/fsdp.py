@@ -247,7 +247,7 @@ class ShardedLearner(LanguageLearner):
     def mine(self, batch: Batch) -> Iterable[Batch]:
         """As many micro-batches as any rank has, because ranks meet inside of each: the last ones may be empty."""
         parts = list(super().mine(batch))
-        empty = place(batch.share(slice(0, 0)), self.lm.device)
+        empty = place(batch.sub_batch(slice(0, 0)), self.lm.device)
         return parts + [empty] * (self.ranks.most(len(parts)) - len(parts))
 
     def sum_gradients(self, parameters: list[Tensor]) -> None:
@@ -262,10 +262,10 @@ class ShardedLearner(LanguageLearner):
         self._stale = True
         return super().step(mini, objective, update)
 
-    def fit(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
+    def fit_critic(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
         assert self._critic_moved is not None
         self._critic_moved.forget()
-        return super().fit(mini, loss)
+        return super().fit_critic(mini, loss)
 
     def on_rank_zero(self, name: str, mini: Batch, objective: Objective = lambda _, out: nothing(out)) -> Any:
         """Rank 0 computes the whole batch; the others go through as many passes, with nothing in them."""

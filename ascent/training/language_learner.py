@@ -158,7 +158,7 @@ class LanguageLearner(InProcessLearner):
         """A reference that moves, in float32 where parameters are narrower: its steps would be lost in them."""
         exact = self._working[0].dtype == torch.float64
         self._uphill = -torch.ones((), dtype=torch.float64 if exact else torch.float32, device=lm.device)
-        if update.whole and any(map(is_half, lm.model.parameters())):
+        if update.full_batch and any(map(is_half, lm.model.parameters())):
             raise ConfigError(  # adapters are in float32 and do not help: log-probs are those of the whole model
                 "--update trust-region with parameters in half precision: their rounding is larger than its steps. Set "
                 "--policy.dtype float32"
@@ -168,7 +168,7 @@ class LanguageLearner(InProcessLearner):
                 f"--policy.checkpointing: {type(lm.model).__name__} has no layers to compute again; unset it"
             )
         fits = lm.fuses and (lm.device.type == "cuda" or lm.model.dtype == torch.float32)
-        if fits and self.alone and not update.whole:  # Fisher products differentiate twice
+        if fits and self.alone and not update.full_batch:  # Fisher products differentiate twice
             fuse(lm.model)
             if critic is not None and critic.own is not None:
                 fuse(critic.own)
@@ -312,12 +312,12 @@ class LanguageLearner(InProcessLearner):
         """The working parameters follow their float32 copies."""
         copy_to_working(self._working, self._trainable)
 
-    def total(self, mini: Batch, objective: Objective) -> Tensor:
+    def evaluate_objective(self, mini: Batch, objective: Objective) -> Tensor:
         with self._attention():
-            return super().total(mini, objective)
+            return super().evaluate_objective(mini, objective)
 
-    def assign(self, params: list[Tensor]) -> None:
-        super().assign(params)
+    def set_trainable(self, params: list[Tensor]) -> None:
+        super().set_trainable(params)
         self._narrow()
 
     def kl(self, micro: Batch, params: list[Tensor]) -> Float[Tensor, "prompt sample token"]:
@@ -331,13 +331,13 @@ class LanguageLearner(InProcessLearner):
         """At the states before actions: whole distributions, so over few tokens only."""
         with self._attention():
             logits = self._forward(micro, Head.logits)
-        return torch.log_softmax(logits / micro.temperature, -1), micro.counted[micro.mask].unsqueeze(-1)
+        return torch.log_softmax(logits / micro.temperature, -1), micro.loss_mask[micro.mask].unsqueeze(-1)
 
-    def fit(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
+    def fit_critic(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
         critic = self.critic
         again = activation_checkpointing(critic.backbone, self.checkpointing)
         with critic.attention(), again, accumulate_into(critic.stepped, critic.working):
-            total, norm = super().fit(mini, loss)
+            total, norm = super().fit_critic(mini, loss)
         copy_to_working(critic.working, critic.stepped)
         return total.cpu(), norm.cpu()
 

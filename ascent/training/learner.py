@@ -149,11 +149,11 @@ class InProcessLearner(Learner, Protocol):
         return UpdateResult(metrics, terms.sums, self.whole(self._logp, mini), entropy)
 
     @torch.no_grad()
-    def total(self, mini: Batch, objective: Objective) -> Tensor:
+    def evaluate_objective(self, mini: Batch, objective: Objective) -> Tensor:
         parts = [objective(micro, self.forward(micro)).objective for micro in self.mine(mini)]
         return self._summed(torch.stack(parts).sum())
 
-    def fisher(self, mini: Batch) -> Callable[[list[Tensor]], list[Tensor]]:
+    def fisher_product(self, mini: Batch) -> Callable[[list[Tensor]], list[Tensor]]:
         """v ↦ F·v = Jᵀ (π ∘ J·v) / tokens, with J = ∂ log π / ∂θ at every state and for every token of the vocabulary.
 
         A batch in one piece keeps its graph from product to product; one in parts is worked through anew.
@@ -186,14 +186,14 @@ class InProcessLearner(Learner, Protocol):
     @torch.no_grad()
     def kl_from(self, mini: Batch, params: list[Tensor]) -> Tensor:
         """The mean KL(π_old ‖ π): a forward pass of each, so that no distribution is kept."""
-        parts = [torch.where(micro.counted, self.kl(micro, params), 0.0).sum() for micro in self.mine(mini)]
+        parts = [torch.where(micro.loss_mask, self.kl(micro, params), 0.0).sum() for micro in self.mine(mini)]
         return self._summed(torch.stack(parts).sum()) / max(mini.tokens, 1)
 
     @torch.no_grad()
-    def assign(self, params: list[Tensor]) -> None:
+    def set_trainable(self, params: list[Tensor]) -> None:
         torch._foreach_copy_(self.trainable(), params)
 
-    def fit(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
+    def fit_critic(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
         assert self.critic_optimizer is not None and self.critic_update is not None
         total = self.value_gradient(mini, loss)
         norm = self.critic_update.step(self.critic_optimizer, mini.progress)

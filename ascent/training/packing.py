@@ -48,9 +48,9 @@ def split_batch(
         first = part.start
         if batch.sampled and len(costs) and costs[first] > budget:  # then it is alone in its part
             room = budget - shared * prompts[first]
-            yield from (batch.share(part, own) for own in _runs(rows[first], room, together))
+            yield from (batch.sub_batch(part, own) for own in _runs(rows[first], room, together))
         else:
-            yield batch if part == slice(0, len(costs)) else batch.share(part)
+            yield batch if part == slice(0, len(costs)) else batch.sub_batch(part)
 
 
 def _runs(costs: Sequence[Cost], most: Cost, together: Callable[[Sequence[Cost]], Cost]) -> Iterator[slice]:

@@ -17,7 +17,7 @@ from ascent.training.learner import InProcessLearner
 
 def log_probs(policy: Policy, batch: Rollouts) -> Float[Tensor, "prompt #sample token vocab"]:
     """log π over the whole vocabulary at every state of the batch, at its sampling temperature."""
-    response, states = without_gaps(batch) if batch.gaps else (batch.response, None)
+    response, states = without_gaps(batch) if batch.has_gaps else (batch.response, None)
     logits = policy.logits(batch.prompt, response)
     if states is not None:
         every = logits.expand(-1, response.shape[1], -1, -1)
@@ -27,7 +27,7 @@ def log_probs(policy: Policy, batch: Rollouts) -> Float[Tensor, "prompt #sample 
 
 def values_of(model: ValueFunction, batch: Rollouts) -> Float[Tensor, "prompt sample state"]:
     """V of the state before each token, and of the one behind the last."""
-    if not batch.gaps:
+    if not batch.has_gaps:
         return model.values(batch.prompt, batch.response)
     response, states = without_gaps(batch)
     return model.values(batch.prompt, response).gather(-1, states)
@@ -45,7 +45,7 @@ def action_logprobs(logp_all: Tensor, batch: Rollouts) -> Float[Tensor, "prompt 
         logp = logp_all.squeeze(1).gather(-1, batch.response.transpose(1, 2)).transpose(1, 2)
     else:
         logp = logp_all.gather(-1, batch.response.unsqueeze(-1)).squeeze(-1)
-    return logp if batch.full else torch.where(batch.mask, logp, 0.0)
+    return logp if batch.all_actions else torch.where(batch.mask, logp, 0.0)
 
 
 def full_kl(logp_all: Tensor, logp_ref_all: Tensor) -> Float[Tensor, "prompt #sample token"]:
@@ -129,14 +129,14 @@ class SmallLearner(InProcessLearner):
         return torch.stack(norms).view(*total.shape, 1)  # type: ignore[arg-type]
 
     def distributions(self, micro: Batch) -> tuple[Tensor, Tensor]:
-        logp_all, counted = log_probs(self.policy, micro), micro.counted.unsqueeze(-1)
+        logp_all, counted = log_probs(self.policy, micro), micro.loss_mask.unsqueeze(-1)
         return logp_all, counted.sum(1, keepdim=True) if logp_all.shape[1] == 1 else counted
 
     def kl(self, micro: Batch, params: list[Tensor]) -> Float[Tensor, "prompt #sample token"]:
         now = [p.clone() for p in self.trainable()]
-        self.assign(params)
+        self.set_trainable(params)
         old = log_probs(self.policy, micro)
-        self.assign(now)
+        self.set_trainable(now)
         return full_kl(old, log_probs(self.policy, micro))
 
     @torch.no_grad()

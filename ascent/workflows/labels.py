@@ -48,7 +48,7 @@ ROUNDS = 20
 
 def refuse_turns(prompts: Prompts) -> None:
     """Refuse conversations: a file of responses has no place for what was said in between."""
-    if prompts.play is not None:
+    if prompts.start_episodes is not None:
         raise ConfigError(
             "this task's responses have several turns; pairs and labelled steps are of responses with one"
         )
@@ -355,5 +355,5 @@ class Labeller:
                 del ids[next((t + 1 for t in range(len(prefix), len(ids)) if ids[t] in ends), len(ids)) :]
         truncated = torch.tensor([[bool(ends) and ids[-1] not in ends for ids in group] for group in groups])
         response, mask = pad_responses(groups)
-        more: dict[str, Any] = {"truncated": truncated, "ends": bool(ends), "problem": prompts.problem}
+        more: dict[str, Any] = {"truncated": truncated, "can_end": bool(ends), "problem": prompts.problem}
         return Rollouts(prompts.prompt, response, mask, torch.zeros(mask.shape), self.task.space.limit, **more)

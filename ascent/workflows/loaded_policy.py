@@ -169,7 +169,7 @@ def scored_rows(task: BoundTask, rollouts: Rollouts) -> tuple[list[Row], list[st
     answer      what it votes for in a majority
     """
     batch, errors = score_rollouts(task, rollouts)
-    lenient = batch.measured.index("lenient") if "lenient" in batch.measured else None
+    lenient = batch.measure_names.index("lenient") if "lenient" in batch.measure_names else None
     every: list[Row] = []
     for group in range(len(rollouts.prompt)):
         question = task.question(rollouts, group)

@@ -171,7 +171,7 @@ def test_a_new_version_is_seen_after_load(world: World) -> None:
     batch, _ = score_rollouts(parts.task, parts.engine.generate(prompts, 4))
     reward = torch.linspace(0, 1, batch.reward.numel()).view(batch.reward.shape)
     batch, state = algorithm.compute_advantages(
-        batch.add(reward=reward, logp_old=batch.logp_sampler), algorithm.start()
+        batch.add(reward=reward, logp_old=batch.logp_sampler), algorithm.initial_state()
     )
     batch = batch.add(**parts.learner.score(batch, algorithm.needs), **algorithm.scalars(state, 0.0))
     parts.learner.step(batch.add(weight=algorithm.weights(batch)), algorithm.objective, algorithm.update)
@@ -206,7 +206,7 @@ def test_state_and_restore_go_on_with_the_same_numbers(world: World) -> None:
         batch, _ = collect(parts.task, parts.engine, algorithm, config, parts.streams.prompts, PhaseTimer())
         reward = torch.linspace(0, 1, batch.valid.numel()).view(*batch.valid.shape, 1)
         batch, state = algorithm.compute_advantages(
-            batch.add(reward=reward, logp_old=batch.logp_sampler), algorithm.start()
+            batch.add(reward=reward, logp_old=batch.logp_sampler), algorithm.initial_state()
         )
         batch = batch.add(**parts.learner.score(batch, algorithm.needs), **algorithm.scalars(state, 0.0))
         parts.learner.step(batch.add(weight=algorithm.weights(batch)), algorithm.objective, algorithm.update)
@@ -415,7 +415,13 @@ def test_a_wrapped_sampler_shares_the_timeline_of_the_one_inside_and_closes_it()
 
     inner = Inner()
     outer = Outer(inner)
-    assert (outer.deterministic, outer.provides, outer.limit, outer.rows, outer.note) == (True, {"mass"}, 7, 8, "slow")
+    assert (outer.deterministic, outer.provides, outer.limit, outer.rows, outer.note) == (
+        True,
+        {"kept_mass"},
+        7,
+        8,
+        "slow",
+    )
     assert outer.timeline is inner.timeline
     outer.timeline = later = OccupancyTimeline(4)
     assert inner.timeline is later is outer.timeline

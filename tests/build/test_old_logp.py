@@ -32,7 +32,7 @@ def gap_of(spread: float, tokens: int = 32, mass: float | None = None) -> Batch:
     batch = batch_of(torch.zeros(shape[:2]), torch.full(shape[:2], tokens))
     noise = spread * torch.randn(shape, generator=rng)
     kept = None if mass is None else torch.full(shape, mass)
-    return batch.add(logp_old=logp, logp_sampler=logp + noise, mass=kept)
+    return batch.add(logp_old=logp, logp_sampler=logp + noise, kept_mass=kept)
 
 
 def resolved(spread: float, mass: float | None = None, tokens: int = 32, **settings: Any) -> tuple[Config, str]:

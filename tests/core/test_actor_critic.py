@@ -139,7 +139,7 @@ def test_a_critic_whose_gradient_is_not_finite_ends_the_run_before_a_checkpoint(
 
     monkeypatch.setattr(OwnCritic, "loss", loss)
     small = {"steps": 4, "prompts": 3, "samples": 2, "epochs": 1, "minibatches": 1, "threads": 1, "eval_every": 9}
-    with pytest.raises(ascent.RunError, match=r"step 1: value/grad_norm .* --critic\.max-norm"):
+    with pytest.raises(ascent.RunError, match=r"step 1: .* values in value/grad_norm\. .* --critic\.max-norm"):
         ascent.train(
             "lecture",
             algorithm="ppo",

@@ -176,7 +176,7 @@ def test_a_group_of_one(credit: Any) -> None:
     """A group credit has nothing to compare with and gives 0; the others are defined as ever."""
     δ = credit(full_batch([[3.0], [-2.0]]), STATE)
     assert bool(δ.isfinite().all())
-    if credit.group:
+    if credit.group_relative:
         assert torch.equal(δ, torch.zeros_like(δ))
     else:
         assert bool((δ != 0).all())
@@ -251,7 +251,7 @@ def test_one_of_a_group_left_is_a_group_of_one(credit: Any) -> None:
     batch = full_batch([[3.0, 5.0, 7.0]]).add(valid=torch.tensor([[False, True, False]]))
     δ = credit(batch, STATE)
     assert bool(δ.isfinite().all())
-    if credit.group:
+    if credit.group_relative:
         assert torch.equal(δ, torch.zeros_like(δ))
 
 
@@ -350,12 +350,12 @@ def test_batch_normalized_leaves_failed_responses_out() -> None:
 def test_running_mean_over_several_steps() -> None:
     """From 0, m = 0.75: used 0, then 0.25·4 = 1, then 0.75·1 + 0.25·8 = 2.75; always after use."""
     credit = RunningMean(0.75)
-    state = credit.start()
+    state = credit.initial_state()
     seen = []
     for rewards in ([[3, 5]], [[8, 8]], [[1, 1]]):
         batch = batch_of(rewards)
         seen.append(credit(batch, state).flatten().tolist())
-        state = credit.after(batch, state)
+        state = credit.update_state(batch, state)
     assert seen == [[3, 5], [7, 7], [-1.75, -1.75]]
     assert state == {"baseline": pytest.approx(0.75 * 2.75 + 0.25 * 1)}
 
@@ -363,14 +363,14 @@ def test_running_mean_over_several_steps() -> None:
 def test_running_mean_skips_failed_responses_and_keeps_other_memories() -> None:
     credit = RunningMean(0.5)
     batch = batch_of([[4, 100]], valid=[[True, False]])
-    assert credit.after(batch, {"baseline": 2.0, "kl_coef": 0.1}) == {"baseline": 3.0, "kl_coef": 0.1}
+    assert credit.update_state(batch, {"baseline": 2.0, "kl_coef": 0.1}) == {"baseline": 3.0, "kl_coef": 0.1}
     nothing = batch.add(valid=torch.zeros(1, 2, dtype=torch.bool))
-    assert credit.after(nothing, {"baseline": 2.0}) == {"baseline": 2.0}
+    assert credit.update_state(nothing, {"baseline": 2.0}) == {"baseline": 2.0}
 
 
 def test_running_mean_remembers_totals() -> None:
     """Per token, the step's mean is that of the whole responses: (6 + 4)/2 = 5."""
-    assert RunningMean(0.5).after(batch_of(STEPS, ENDS), {"baseline": 0.0}) == {"baseline": 2.5}
+    assert RunningMean(0.5).update_state(batch_of(STEPS, ENDS), {"baseline": 0.0}) == {"baseline": 2.5}
 
 
 @pytest.mark.parametrize("wrong", [{"eps": -1e-3}, {"eps": float("nan")}, {"ddof": 2}, {"ddof": -1}])

@@ -30,7 +30,7 @@ from ascent.core.config import Config
 from ascent.core.correction import Masked, NoCorrection, Truncated, log_weight, mismatch
 from ascent.core.errors import ConfigError, RunError
 from ascent.core.exploration import Annealed, Constant, NoBonus
-from ascent.core.groups import All, NoShaping, Overlong, WithSignal, without_signal
+from ascent.core.groups import All, NoShaping, Overlong, WithSignal, groups_without_signal
 from ascent.core.kl import InLoss, InReward
 from ascent.core.loop import PhaseTimer, Streams, collect, train
 from ascent.core.reference import Every, Frozen, MovingAverage, NoReference
@@ -47,14 +47,14 @@ from ascent.tasks.small.sorting import Sort
 def test_without_signal_means_all_scored_rewards_are_equal() -> None:
     rewards = [[1, 2, 2], [3, 3, 3], [5, 1, 5], [7, 8, 9]]
     valid = [[True] * 3, [True] * 3, [True, False, True], [False] * 3]
-    assert without_signal(batch_of(rewards, valid=valid)).tolist() == [False, True, True, True]
+    assert groups_without_signal(batch_of(rewards, valid=valid)).tolist() == [False, True, True, True]
     assert WithSignal()(batch_of(rewards, valid=valid)).tolist() == [True, False, False, False]
     assert All()(batch_of(rewards, valid=valid)).tolist() == [True] * 4
 
 
 def test_without_signal_compares_totals() -> None:
     """Equal sums, spread differently over the tokens, are equal rewards."""
-    assert without_signal(batch_of([[[1, 2], [2, 1]], [[1, 2], [2, 2]]])).tolist() == [True, False]
+    assert groups_without_signal(batch_of([[[1, 2], [2, 1]], [[1, 2], [2, 2]]])).tolist() == [True, False]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def test_dynamic_sampling_draws_new_prompts_for_groups_without_signal() -> None:
     batch, metrics = drawn({1, 4, 5, 7}, rounds=4)
     assert batch.prompt[:, 0].tolist() == [1, 4, 5]
     assert LOG == [[0, 1, 2], [3, 4], [5]]
-    assert batch.index is not None and batch.index.tolist() == [0, 1, 2]
+    assert batch.prompt_index is not None and batch.prompt_index.tolist() == [0, 1, 2]
     assert metrics["num_responses"] == 12
 
 
@@ -142,10 +142,10 @@ class NoRecords:
     def dump(self, step: int, batch: Batch) -> str:
         return "nowhere"
 
-    def stopping(self) -> bool:
+    def should_stop(self) -> bool:
         return False
 
-    def best(self) -> bool:
+    def is_best(self) -> bool:
         return False
 
 
@@ -274,7 +274,7 @@ def test_no_reference_is_kept_unless_asked_for() -> None:
     learner = learner_with(NoReference())
     assert learner.reference is None
     NoReference()(learner, 0)
-    assert not NoReference().kept
+    assert not NoReference().enabled
 
 
 def test_a_reference_is_a_copy_and_has_no_gradient() -> None:
@@ -305,7 +305,7 @@ WEIGHTS = f64([[[4.0, 0.5, 77.0], [1.0, 1.5, 77.0]]])
 
 def mismatched(mass: Any = None) -> Batch:
     sampler = torch.full((1, 2, 3), -2.0, dtype=F64)
-    kept = {} if mass is None else {"mass": f64(mass)}
+    kept = {} if mass is None else {"kept_mass": f64(mass)}
     return batch_of([[0, 0]], [[2, 2]], width=3, logp_sampler=sampler, logp_old=sampler + WEIGHTS.log(), **kept)
 
 
@@ -357,8 +357,8 @@ def test_what_is_rejected_or_truncated_is_in_no_denominator_but_in_its_group() -
         algorithm = Algorithm(Centered(), weights=SequenceMean(), kl=InLoss("k2", 0.25), reference=Frozen(), **choices)
         batch = mismatched().add(reward=f64([[[3.0], [5.0]]]), truncated=torch.tensor([[True, False]]))
         batch = batch.add(logp_ref=torch.full((1, 2, 3), -5.0, dtype=F64))
-        batch, state = algorithm.compute_advantages(batch, algorithm.start())
-        assert batch.masked is not None and batch.masked.tolist() == [[True, False]] and batch.tokens == 2
+        batch, state = algorithm.compute_advantages(batch, algorithm.initial_state())
+        assert batch.excluded is not None and batch.excluded.tolist() == [[True, False]] and batch.tokens == 2
         close(batch.advantage, [[[-1.0], [1.0]]])
         close(algorithm.weights(batch), [[[0, 0, 0], [0.5, 0.5, 0]]])
         batch = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
@@ -382,7 +382,7 @@ def test_rejected_responses_are_in_the_mean_of_normalized_weights() -> None:
 def test_a_masked_response_pays_no_kl_in_the_reward() -> None:
     algorithm = Algorithm(kl=InReward("k1", 1.0), reference=Frozen(), groups=All(mask_truncated=True))
     batch = mismatched().add(logp_ref=mismatched().logp_old - 1, truncated=torch.tensor([[True, False]]))
-    batch, _ = algorithm.compute_advantages(batch, algorithm.start())
+    batch, _ = algorithm.compute_advantages(batch, algorithm.initial_state())
     close(batch.advantage, [[[0.0], [-2.0]]])
 
 
@@ -421,7 +421,9 @@ def test_the_mass_makes_importance_weighting_exact() -> None:
     """Top-2 of four tokens, enumerated: E_q[w·f] = Σ over the support of π_old·f, q the renormalised sampler."""
     π_sampler, π_old, f = f64([0.4, 0.3, 0.2, 0.1]), f64([0.25, 0.35, 0.3, 0.1]), f64([3.0, -1.0, 2.0, 5.0])
     m = π_sampler[:2].sum()
-    batch = batch_of([[0, 0]], [[1, 1]], logp_sampler=π_sampler[:2].log().view(1, 2, 1), mass=m.expand(1, 2, 1).clone())
+    batch = batch_of(
+        [[0, 0]], [[1, 1]], logp_sampler=π_sampler[:2].log().view(1, 2, 1), kept_mass=m.expand(1, 2, 1).clone()
+    )
     batch = batch.add(logp_old=π_old[:2].log().view(1, 2, 1))
     w = Truncated("token", 100.0)(batch).flatten()
     q = π_sampler[:2] / m

@@ -139,7 +139,7 @@ def test_credit_is_given_for_the_shaped_reward_and_records_keep_the_tasks(per: A
     algorithm = Algorithm(kl=InReward("k1", 0.1, per), reference=Frozen())
     old = torch.full((1, 2, 3), -1.0, dtype=F64)
     batch = batch_of([[10, 5]], ENDS, logp_old=old, logp_ref=old - 0.5)
-    credited, _ = algorithm.compute_advantages(batch, algorithm.start())
+    credited, _ = algorithm.compute_advantages(batch, algorithm.initial_state())
     assert credited.advantage is not None
     close(credited.advantage[..., :1], [[[9.85], [4.9]]])
     close(credited.reward, [[[10.0], [5.0]]])
@@ -150,7 +150,7 @@ def test_the_penalty_in_the_reward_is_a_constant() -> None:
     algorithm = Algorithm(kl=InReward("k1", 0.1), reference=Frozen())
     old = torch.full((1, 2, 3), -1.0, dtype=F64)
     batch = batch_of([[10, 5]], ENDS, logp_old=old, logp_ref=old - 0.5)
-    batch, state = algorithm.compute_advantages(batch, algorithm.start())
+    batch, state = algorithm.compute_advantages(batch, algorithm.initial_state())
     batch = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
     x = (old - 0.25).requires_grad_()
     terms = algorithm.objective(batch, Outputs(x, torch.zeros_like(x)))
@@ -226,11 +226,11 @@ def test_the_adaptive_coefficient(kl: float, expected: float) -> None:
 def test_the_coefficient_is_remembered_and_moves_only_with_a_target() -> None:
     fixed = Algorithm(kl=InLoss("k3", 0.5), reference=Frozen())
     moving = Algorithm(kl=InLoss("k3", 0.5, target=0.1), reference=Frozen())
-    assert fixed.start() == moving.start() == {"kl_coef": 0.5}
-    assert fixed.after({"kl_coef": 0.5}, {"kl": 9.0}) == {"kl_coef": 0.5}
-    assert moving.after({"kl_coef": 0.5}, {"kl": 9.0}) == {"kl_coef": pytest.approx(0.51)}
+    assert fixed.initial_state() == moving.initial_state() == {"kl_coef": 0.5}
+    assert fixed.update_state({"kl_coef": 0.5}, {"kl": 9.0}) == {"kl_coef": 0.5}
+    assert moving.update_state({"kl_coef": 0.5}, {"kl": 9.0}) == {"kl_coef": pytest.approx(0.51)}
     assert moving.scalars({"kl_coef": 0.51}, 0.0)["kl_coef"] == 0.51
-    assert Algorithm(kl=NoKL()).start() == {}
+    assert Algorithm(kl=NoKL()).initial_state() == {}
 
 
 @pytest.mark.parametrize("cls", [InLoss, InReward])

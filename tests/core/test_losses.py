@@ -296,7 +296,7 @@ def test_nothing_is_clipped_at_ratio_one(cls: type) -> None:
 
 # ---- masked tokens --------------------------------------------------------------------------------
 
-FIELDS = ("logp_old", "logp_ref", "logp_sampler", "mass", "logp", "entropy", "kl_full", "value")
+FIELDS = ("logp_old", "logp_ref", "logp_sampler", "kept_mass", "logp", "entropy", "kl_full", "value")
 
 
 def objective_with(algorithm: Algorithm, garbage: dict[str, float]) -> tuple[float, Tensor, dict[str, float]]:
@@ -310,13 +310,13 @@ def objective_with(algorithm: Algorithm, garbage: dict[str, float]) -> tuple[flo
         δ.squeeze(-1),
         LENGTHS,
         logp_old=spoiled("logp_old", old),
-        logp_ref=spoiled("logp_ref", old + 0.1) if algorithm.reference.kept else None,
+        logp_ref=spoiled("logp_ref", old + 0.1) if algorithm.reference.enabled else None,
         logp_sampler=spoiled("logp_sampler", old - 0.05),
-        mass=spoiled("mass", torch.full_like(old, 0.9)),
+        kept_mass=spoiled("kept_mass", torch.full_like(old, 0.9)),
         valid=torch.tensor([[True, True, True], [True, False, True]]),
-        value=torch.nn.functional.pad(spoiled("value", old**2), (0, 1)) if algorithm.critic.on else None,
+        value=torch.nn.functional.pad(spoiled("value", old**2), (0, 1)) if algorithm.critic.enabled else None,
     )
-    batch, state = algorithm.compute_advantages(batch, algorithm.start())
+    batch, state = algorithm.compute_advantages(batch, algorithm.initial_state())
     batch = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
     x = spoiled("logp", logp).requires_grad_()
     out = Outputs(x, spoiled("entropy", logp**2), spoiled("kl_full", logp**2))
@@ -362,8 +362,8 @@ def test_masked_tokens_have_no_gradient() -> None:
         x = logp.clone().requires_grad_()
         terms = algorithm.objective(batch, Outputs(x, torch.zeros_like(x), x**2))
         (gradient,) = torch.autograd.grad(terms.objective, x)
-        assert torch.equal(gradient[~batch.counted], torch.zeros(int((~batch.counted).sum()), dtype=F64))
-        assert bool((gradient[batch.counted] != 0).any())
+        assert torch.equal(gradient[~batch.loss_mask], torch.zeros(int((~batch.loss_mask).sum()), dtype=F64))
+        assert bool((gradient[batch.loss_mask] != 0).any())
 
 
 @pytest.mark.parametrize("level", [None, "token", "sequence"])

@@ -163,7 +163,7 @@ def check_the_weight_is_the_true_importance_weight(reported: Callable[[Tensor, T
     π = f64([0.4, 0.3, 0.2, 0.1])
     m = π[:2].sum()
     said = reported(π[:2], m).log().view(1, 2, 1)
-    batch = batch_of([[0, 0]], [[1, 1]], logp_sampler=said, mass=m.expand(1, 2, 1).clone())
+    batch = batch_of([[0, 0]], [[1, 1]], logp_sampler=said, kept_mass=m.expand(1, 2, 1).clone())
     w = log_weight(π[:2].log().view(1, 2, 1), batch).exp().flatten()
     q = π[:2] / m
     assert torch.allclose(w, π[:2] / q, rtol=0, atol=1e-12)
@@ -243,7 +243,7 @@ def test_a_saturated_policy_trains_without_nan() -> None:
     learner = learner_of(policy, algorithm)
     batch = with_rewards(rollouts_of(policy))
     batch = batch.add(logp_old=batch.logp_sampler, **learner.score(batch, algorithm.needs))
-    batch, state = algorithm.compute_advantages(batch, algorithm.start())
+    batch, state = algorithm.compute_advantages(batch, algorithm.initial_state())
     mini = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
     stepped = learner.step(mini, algorithm.objective, algorithm.update)
     assert {name: float(v) for name, v in stepped.metrics.items() if not math.isfinite(v)} == {}
@@ -301,7 +301,7 @@ def check_in_reward_the_gradient_is_the_kls(penalty: InReward) -> None:
     (expected,) = torch.autograd.grad(-penalty.coef * kl, policy.logits, retain_graph=True)
     algorithm = Algorithm(kl=penalty, reference=Frozen())
     batch = batch_of([[0.0] * 9], [[2] * 9], logp_old=logp.detach(), logp_ref=logp_ref)
-    batch, _ = algorithm.compute_advantages(batch, algorithm.start())
+    batch, _ = algorithm.compute_advantages(batch, algorithm.initial_state())
     batch = batch.add(weight=logp.detach().sum(-1, keepdim=True).exp().expand(1, 9, 2).clone())
     terms = algorithm.objective(batch, Outputs(logp, torch.zeros_like(logp)))
     (gradient,) = torch.autograd.grad(terms.objective, policy.logits)
@@ -395,7 +395,7 @@ def check_degenerate_groups(credit: Any) -> None:
         δ = credit(batch.add(reward_greedy=torch.ones(1, 1, 1)), {"baseline": 0.0})
         assert bool(δ.isfinite().all())
         assert bool((δ.abs() <= 1.0).all()) or samples == 1
-        if credit.group and samples == 1:
+        if credit.group_relative and samples == 1:
             assert torch.equal(δ, torch.zeros_like(δ))
         if isinstance(credit, Normalized | TextbookNormalized):
             assert torch.equal(δ, torch.zeros_like(δ))
@@ -526,10 +526,10 @@ class Memory:
     def dump(self, step: int, batch: Batch) -> str:
         return "nowhere"
 
-    def stopping(self) -> bool:
+    def should_stop(self) -> bool:
         return False
 
-    def best(self) -> bool:
+    def is_best(self) -> bool:
         return False
 
 
@@ -547,7 +547,7 @@ def steps(begin: int, saved: tuple[Any, Any, Any] | None, forget: str) -> tuple[
             tensors["reference"] = dict(learner.reference.state_dict())
         learner.restore(tensors)
         streams.restore({**random, **({forget: Streams(11).state()[forget]} if forget in random else {})})
-        state = {k: v for k, v in config.algorithm.start().items() if k == forget} | {
+        state = {k: v for k, v in config.algorithm.initial_state().items() if k == forget} | {
             k: v for k, v in state.items() if k != forget
         }
     sampler = SmallSampler(policy, config.temperature, streams.sampling)

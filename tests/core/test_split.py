@@ -61,7 +61,7 @@ def prepared(algorithm: Algorithm) -> tuple[Any, Batch]:
     batch = batch.add(logp_old=batch.logp_sampler - 0.02)
     batch = batch.add(**learner.score(batch, algorithm.needs))
     shake(policy, 0.1, seed=2)
-    batch, state = algorithm.compute_advantages(batch, algorithm.start())
+    batch, state = algorithm.compute_advantages(batch, algorithm.initial_state())
     return learner, batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
 
 
@@ -209,15 +209,15 @@ def test_the_logp_of_a_step_is_in_the_batchs_order() -> None:
 @pytest.mark.parametrize(("epochs", "count"), [(1, 1), (2, 1), (3, 2)])
 def test_mini_batches_are_whole_prompts_each_once_an_epoch(epochs: int, count: int) -> None:
     _, batch = prepared(ALGORITHMS["grpo"])
-    batch = batch.add(index=torch.arange(PROMPTS))
+    batch = batch.add(prompt_index=torch.arange(PROMPTS))
     minis = list(batch.minibatches(epochs, count, torch.Generator().manual_seed(0)))
     assert len(minis) == epochs * count
     for epoch in range(epochs):
         part = minis[epoch * count : (epoch + 1) * count]
-        assert sorted(i for mini in part for i in mini.index.tolist()) == list(range(PROMPTS))
+        assert sorted(i for mini in part for i in mini.prompt_index.tolist()) == list(range(PROMPTS))
         assert all(mini.mask.shape[1] == SAMPLES for mini in part)
     one, two = (list(batch.minibatches(6, 2, torch.Generator().manual_seed(s))) for s in (0, 0))
-    assert [m.index.tolist() for m in one] == [m.index.tolist() for m in two]
+    assert [m.prompt_index.tolist() for m in one] == [m.prompt_index.tolist() for m in two]
     assert len({tuple(m.index.tolist()) for m in one}) > 1
 
 
@@ -226,11 +226,13 @@ def numbers_of(learner: Any, mini: Batch, algorithm: Algorithm, vector: list[Ten
     terms = learner.gradient(mini, algorithm.objective)
     parts = [gradient_of(learner), terms.objective.view(1), *(value.view(1) for value in terms.sums.values())]
     parts += [value.view(1) for value in terms.means.values()]
-    parts.append(learner.total(mini, algorithm.objective).view(1))
+    parts.append(learner.evaluate_objective(mini, algorithm.objective).view(1))
     if algorithm.loss.trains == "policy" and not algorithm.critic.shared:
-        parts += [part.flatten() for part in learner.fisher(mini)(vector)] + [learner.kl_from(mini, old).view(1)]
-    if algorithm.critic.on and not algorithm.critic.shared:  # a shared critic is in the objective
-        parts.append(learner.fit(mini, algorithm.critic.loss)[0].flatten())
+        parts += [part.flatten() for part in learner.fisher_product(mini)(vector)] + [
+            learner.kl_from(mini, old).view(1)
+        ]
+    if algorithm.critic.enabled and not algorithm.critic.shared:  # a shared critic is in the objective
+        parts.append(learner.fit_critic(mini, algorithm.critic.loss)[0].flatten())
         parts += [torch.zeros(1) if p.grad is None else p.grad.flatten() for p in learner.critic.trained()]
     return torch.cat([part.to(torch.float64) for part in parts]).detach()
 
@@ -253,7 +255,7 @@ def offline(row: str) -> tuple[Any, Batch]:
     if learner.reference is not None:
         shake(learner.reference, 0.2, seed=1)
     batch = batch.add(**learner.score(batch, algorithm.needs))
-    batch, state = algorithm.compute_advantages(batch, algorithm.start())
+    batch, state = algorithm.compute_advantages(batch, algorithm.initial_state())
     return learner, batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
 
 
@@ -279,11 +281,11 @@ def test_shares_add_up_to_the_mini_batch(row: str, by: str) -> None:
     if by == "prompts":
         order = torch.randperm(prompts, generator=g)
         cut = int(torch.randint(1, prompts, (), generator=g))
-        shares = [mini.share(order[:cut].sort().values), mini.share(order[cut:].sort().values)]
+        shares = [mini.sub_batch(order[:cut].sort().values), mini.sub_batch(order[cut:].sort().values)]
     else:
         cut = int(torch.randint(1, samples, (), generator=g))
-        shares = [mini.share(slice(None), slice(cut)), mini.share(slice(None), slice(cut, None))]
-    assert all(share.tokens == mini.tokens > int(share.counted.sum()) for share in shares)
+        shares = [mini.sub_batch(slice(None), slice(cut)), mini.sub_batch(slice(None), slice(cut, None))]
+    assert all(share.tokens == mini.tokens > int(share.loss_mask.sum()) for share in shares)
     whole = numbers_of(learner, mini, algorithm, vector, old)
     total = sum(numbers_of(learner, share, algorithm, vector, old) for share in shares)
     assert (total - whole).abs().max() < 1e-12 * max(1.0, float(whole.abs().max()))

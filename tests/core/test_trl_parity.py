@@ -129,7 +129,7 @@ def agree(theirs: Result, ours: Result, tolerance: float = EXACT) -> None:
 
 def by_us(given: Case, algorithm: Algorithm) -> Result:
     """Our credit, weights and objective, on the whole batch as one optimizer step."""
-    state = algorithm.start()
+    state = algorithm.initial_state()
     batch, _ = algorithm.compute_advantages(given.batch, state)
     batch = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
     terms = algorithm.objective(batch, Outputs(given.logp, given.entropy))

@@ -39,7 +39,7 @@ def prepared(policy: Policy, algorithm: Algorithm = TRPO, seed: int = 2, micro_b
     batch.mask[1, 2] = False
     batch = batch.add(logp_old=batch.logp_sampler)
     batch = batch.add(**learner.score(batch, algorithm.needs))
-    batch, _ = algorithm.compute_advantages(batch, algorithm.start())
+    batch, _ = algorithm.compute_advantages(batch, algorithm.initial_state())
     return learner, batch.add(weight=algorithm.weights(batch))
 
 
@@ -47,7 +47,7 @@ def prepared(policy: Policy, algorithm: Algorithm = TRPO, seed: int = 2, micro_b
 def mean_kl(old: Policy, new: Policy, batch: Batch) -> float:
     """KL(π_old ‖ π), written out state by state: the mean over the tokens that count."""
     p, q = (log_probs(m, batch).expand(*batch.mask.shape, -1) for m in (old, new))
-    total = [(p[i].exp() * (p[i] - q[i])).sum() for i in zip(*batch.counted.nonzero(as_tuple=True), strict=True)]
+    total = [(p[i].exp() * (p[i] - q[i])).sum() for i in zip(*batch.loss_mask.nonzero(as_tuple=True), strict=True)]
     return float(torch.stack(total).mean())
 
 
@@ -66,15 +66,15 @@ def test_products_are_those_of_the_hessian_of_the_kl(policy: Policy, micro_batch
     start = [p.detach().clone() for p in learner.trainable()]
 
     def slope(scale: float) -> Tensor:
-        learner.assign([p + scale * x for p, x in zip(start, v, strict=True)])
+        learner.set_trainable([p + scale * x for p, x in zip(start, v, strict=True)])
         p, q = (log_probs(m, batch).expand(*batch.mask.shape, -1) for m in (old, policy))
-        kl = (p.detach().exp() * (p.detach() - q)).sum(-1)[batch.counted].mean()
+        kl = (p.detach().exp() * (p.detach() - q)).sum(-1)[batch.loss_mask].mean()
         gradient = flat(torch.autograd.grad(kl, learner.trainable(), materialize_grads=True))
-        learner.assign(start)
+        learner.set_trainable(start)
         return gradient
 
     expected = (slope(1e-5) - slope(-1e-5)) / 2e-5
-    product = learner.fisher(batch)
+    product = learner.fisher_product(batch)
     found = flat(product(v))
     close(found, expected, 1e-6)
     assert float(found @ flat(v)) > 0
@@ -85,10 +85,10 @@ def test_products_are_those_of_the_hessian_of_the_kl(policy: Policy, micro_batch
 def test_the_kl_and_the_objective_are_those_of_the_whole_batch(policy: Policy, micro_batch: int) -> None:
     learner, batch = prepared(policy, micro_batch=micro_batch)
     old, before = copy.deepcopy(policy), [p.detach().clone() for p in learner.trainable()]
-    learner.assign([p + 0.05 * torch.sin(1 + p) for p in before])
+    learner.set_trainable([p + 0.05 * torch.sin(1 + p) for p in before])
     assert float(learner.kl_from(batch, before)) == pytest.approx(mean_kl(old, policy, batch), rel=1e-10)
     assert mean_kl(old, policy, batch) > 1e-5
-    close(learner.total(batch, TRPO.objective), learner.gradient(batch, TRPO.objective).objective)
+    close(learner.evaluate_objective(batch, TRPO.objective), learner.gradient(batch, TRPO.objective).objective)
 
 
 def test_conjugate_gradients_solve() -> None:
@@ -132,7 +132,7 @@ def test_the_realised_kl_never_exceeds_delta(
     kl = mean_kl(old, policy, batch)
     assert kl <= delta * (1 + 1e-9)
     assert kl == pytest.approx(said["kl"], rel=1e-6, abs=1e-14)
-    gain = float(learner.total(batch, algorithm.objective)) + said["loss"]
+    gain = float(learner.evaluate_objective(batch, algorithm.objective)) + said["loss"]
     if said["accepted"]:
         assert gain > 0 and gain == pytest.approx(said["gain"])
     else:
@@ -156,15 +156,15 @@ def test_it_goes_further_up_than_the_plain_gradient_within_the_same_region() -> 
     learner, batch = prepared(policy)
     start = [p.detach().clone() for p in learner.trainable()]
     said = learner.step(batch, TRPO.objective, TrustRegion(1e-3, 1e-3, iterations=30, fisher_tokens=0)).metrics
-    learner.assign(start)
+    learner.set_trainable(start)
     before = learner.gradient(batch, TRPO.objective).objective
     g = [-p.grad for p in learner.trainable()]
     low, high = 0.0, 10.0
     for _ in range(40):
-        learner.assign([p + (low + high) / 2 * x for p, x in zip(start, g, strict=True)])
+        learner.set_trainable([p + (low + high) / 2 * x for p, x in zip(start, g, strict=True)])
         far = float(learner.kl_from(batch, start)) > float(said["trust_region/kl"])
         low, high = (low, (low + high) / 2) if far else ((low + high) / 2, high)
-    assert float(learner.total(batch, TRPO.objective) - before) < float(said["trust_region/gain"])
+    assert float(learner.evaluate_objective(batch, TRPO.objective) - before) < float(said["trust_region/gain"])
 
 
 # ---- refusals, and why ----------------------------------------------------------------------------------
@@ -179,8 +179,12 @@ class Stubborn(SmallLearner):
     def kl_from(self, mini: Batch, params: list[Tensor]) -> Tensor:
         return super().kl_from(mini, params) if self.kl is None else torch.tensor(self.kl, dtype=F64)
 
-    def total(self, mini: Batch, objective: Any) -> Tensor:
-        return super().total(mini, objective) if self.objective is None else torch.tensor(self.objective, dtype=F64)
+    def evaluate_objective(self, mini: Batch, objective: Any) -> Tensor:
+        return (
+            super().evaluate_objective(mini, objective)
+            if self.objective is None
+            else torch.tensor(self.objective, dtype=F64)
+        )
 
 
 @pytest.mark.parametrize(

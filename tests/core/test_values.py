@@ -235,7 +235,7 @@ def test_whitening_by_hand() -> None:
     batch = batch_of([[0.0, 0, 0]], [[2, 1, 1]], valid=[[True, True, False]])
     A = f64([[[1.0, 2], [6, 7], [100, 7]]])
     std = math.sqrt(7) + 1e-8
-    close(whiten(A, batch, 1e-8)[batch.counted], [-2 / std, -1 / std, 3 / std])
+    close(whiten(A, batch, 1e-8)[batch.loss_mask], [-2 / std, -1 / std, 3 / std])
     close(whiten(torch.full_like(A, 0.1), batch, 1e-8), torch.zeros_like(A))
     one = batch.add(valid=torch.tensor([[False, True, False]]))
     close(whiten(A, one, 1e-8), torch.zeros_like(A))
@@ -456,7 +456,7 @@ def credited(algorithm: Algorithm, learner: Any, policy: Any) -> Batch:
     batch = with_rewards(rollouts_of(policy, 3, 4))
     batch = batch.add(logp_old=batch.logp_sampler)
     batch = batch.add(**learner.score(batch, algorithm.needs))
-    batch, _ = algorithm.compute_advantages(batch, algorithm.start())
+    batch, _ = algorithm.compute_advantages(batch, algorithm.initial_state())
     return batch.add(weight=algorithm.weights(batch))
 
 
@@ -496,7 +496,7 @@ def test_a_new_critic_says_0_and_learns_its_returns(policy: Any, shared: bool) -
         return first.sums["value/loss"]
 
     first = fitted()
-    close(first, 0.5 * (batch.returns[batch.counted] ** 2).sum())
+    close(first, 0.5 * (batch.returns[batch.loss_mask] ** 2).sum())
     assert fitted() < 0.25 * first
     same = all(torch.equal(p, q) for p, q in zip(policy.parameters(), before, strict=True))
     assert same is not shared
@@ -549,7 +549,7 @@ def test_the_value_loss_is_a_token_mean_whatever_the_weights_and_the_split(size:
         algorithm = Algorithm(GAE(), weights=weights, critic=OwnCritic(clip=0.1))
         learner = learner_of(policy, algorithm, micro_batch)
         batch = credited(algorithm, learner, policy)
-        learner.fit(batch, algorithm.critic.loss)
+        learner.fit_critic(batch, algorithm.critic.loss)
         gradients.append(torch.cat([p.grad.flatten() for p in learner.critic.trained() if p.grad is not None]))
         mean = algorithm.critic.loss(batch, learner.values(batch))[0] / batch.tokens
     assert mean > 0 and gradients[0].abs().max() > 1e-4
@@ -598,7 +598,7 @@ def test_rows_are_the_specs() -> None:
     assert ALGORITHMS["actor-critic"] == Algorithm(GAE(1.0, 0.95), weights=TokenMean(), critic=OwnCritic())
     ppo = ALGORITHMS["ppo"]
     assert (ppo.advantage, ppo.loss) == (GAE(1.0, 0.95, whitened=True), Clipped(0.2, 0.2))
-    assert all(isinstance(cls(), Valued) for cls in VALUES) and not Algorithm().critic.on
+    assert all(isinstance(cls(), Valued) for cls in VALUES) and not Algorithm().critic.enabled
 
 
 def test_a_critics_rate_follows_its_schedule_and_its_gradient_is_clipped(policy: Policy) -> None:

@@ -182,7 +182,7 @@ def both(group: RankGroup, dtype: torch.dtype, prepare: Callable[[Any], Any] = l
     algorithm = replace(GRPO, update=Adam(lr=1e-2))
     memory, settings = (0, False), (algorithm.update, True, algorithm.outputs)
     one, two = (prepare(model_of(dtype=dtype)) for _ in range(2))
-    batch, state = algorithm.compute_advantages(batch_of(model_of()), algorithm.start())
+    batch, state = algorithm.compute_advantages(batch_of(model_of()), algorithm.initial_state())
     batch = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
     return LanguageLearner(one, *settings, *memory), ShardedLearner(two, *settings, *memory, group), batch
 
@@ -290,7 +290,7 @@ def test_a_reward_model_with_adapters_moves_between_shards_and_one_process(one_r
         state = learner.state()
         return {name: t.float().clone() for name, t in state.get("wide", state["params"]).items()}
 
-    batch, state = row.compute_advantages(pairs_of(row, (5, 2, 7, 3)), row.start())
+    batch, state = row.compute_advantages(pairs_of(row, (5, 2, 7, 3)), row.initial_state())
     batch = batch.add(weight=row.weights(batch), **row.scalars(state, 0.0))
     batch = batch.add(**{key: getattr(batch, key).float() for key in ("logp_sampler", "reward", "advantage", "weight")})
     for trained, resumed in (learners(), learners()[::-1]):
@@ -445,8 +445,8 @@ def test_an_evaluation_of_its_own_is_computed_by_rank_0_alone(one_rank: RankGrou
 
         return objective
 
-    one.total(batch, keep("one"))
-    RankZeroLearner(two, one_rank).total(batch, keep("two"))
+    one.evaluate_objective(batch, keep("one"))
+    RankZeroLearner(two, one_rank).evaluate_objective(batch, keep("two"))
     assert two.ranks is one_rank and torch.equal(torch.cat(shown["one"]), torch.cat(shown["two"]))
 
 
@@ -520,8 +520,8 @@ def test_shares_hold_every_prompt_once_and_are_balanced_by_tokens() -> None:
 
 def test_a_share_divides_by_the_tokens_of_the_whole() -> None:
     batch = batch_of(model_of())
-    part = batch.share(shares(batch, 2)[1])
-    assert part.tokens == batch.tokens > int(part.counted.sum())
+    part = batch.sub_batch(shares(batch, 2)[1])
+    assert part.tokens == batch.tokens > int(part.loss_mask.sum())
 
 
 def test_one_process_has_nothing_to_do() -> None:

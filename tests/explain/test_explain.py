@@ -77,7 +77,7 @@ def a_batch() -> Batch:
         kl_full=torch.rand(2, 4, 6, generator=g, dtype=torch.float64),
         score_norm=torch.rand(2, 4, 1, generator=g, dtype=torch.float64) + 0.5,
         reward_greedy=torch.tensor([1.5, 2.0], dtype=torch.float64).reshape(2, 1, 1),
-        mass=torch.rand(2, 4, 6, generator=g, dtype=torch.float64) * 0.3 + 0.7,
+        kept_mass=torch.rand(2, 4, 6, generator=g, dtype=torch.float64) * 0.3 + 0.7,
         value=torch.randn(2, 4, 7, generator=g, dtype=torch.float64),
     )
 
@@ -102,7 +102,7 @@ def symbols(algorithm: Algorithm, batch: Batch, logp: Tensor, entropy: Tensor) -
     length = counted.sum(-1, keepdim=True)
     kl = algorithm.kl
     ell = (batch.logp_old if kl.where == "reward" else logp) - batch.logp_ref
-    log_w = torch.where(batch.mask, batch.logp_old - batch.logp_sampler + batch.mass.log(), 0.0)
+    log_w = torch.where(batch.mask, batch.logp_old - batch.logp_sampler + batch.kept_mass.log(), 0.0)
     if getattr(algorithm.correction, "level", "token") == "sequence":
         log_w = log_w.sum(-1, keepdim=True)
     bonus = algorithm.exploration
@@ -168,8 +168,10 @@ def printed_credit(line: str, R: Tensor, names: dict[str, Any], batch: Batch, ch
             others = [j for j in keep if j != i]
             n = batch.score_norm[p] if getattr(choice, "norm", "") == "exact" else batch.mask[p].sum(-1, keepdim=True)
             local = {"R_i": R[p, i], "R_t": R[p, i], "R_greedy": batch.reward_greedy[p, 0], "b": names["b"]}
-            local["mean"] = R[p, keep].mean(0) if choice.group else scored.mean()
-            local["std"] = R[p, keep, 0].std(correction=getattr(choice, "ddof", 1)) if choice.group else scored.std()
+            local["mean"] = R[p, keep].mean(0) if choice.group_relative else scored.mean()
+            local["std"] = (
+                R[p, keep, 0].std(correction=getattr(choice, "ddof", 1)) if choice.group_relative else scored.std()
+            )
             local["mean_others"] = R[p, others].mean(0)
             local["others_k"] = local["mean_others"]  # without turns
             local["weighted_others"] = (n[others] * R[p, others]).sum(0) / n[others].sum()
@@ -198,13 +200,13 @@ def printed_advantage(error: str, line: str, R: Tensor, batch: Batch) -> Tensor:
         for t in range(length):
             terms = min(length - t, int(sums[2])) if sums and sums[2] else length - t
             A[p, s, t] = sum(float(sums[3]) ** j * d[t + j] for j in range(terms)) if sums else d[t]
-    counted, rhs = A[batch.counted], line.split(";")[0].split(" = ", 1)[1]
+    counted, rhs = A[batch.loss_mask], line.split(";")[0].split(" = ", 1)[1]
     return eval(python(rhs.split(", ddof 1")[0]), {}, {"A_t": A, "mean": counted.mean(), "std": counted.std()})
 
 
 def printed_trace(error: str, credit: str, trace: str, R: Tensor, batch: Batch) -> Tensor:
     """A_t of V-trace from its printed line, from the last token back."""
-    w = torch.exp(batch.logp_old - batch.logp_sampler) * batch.mass
+    w = torch.exp(batch.logp_old - batch.logp_sampler) * batch.kept_mass
     A = torch.zeros(2, 4, 6, dtype=torch.float64)
     for p, s in itertools.product(range(2), range(4)):
         length, e = int(batch.mask[p, s].sum()), 0.0
@@ -243,14 +245,14 @@ def check_against_code(algorithm: Algorithm) -> None:
     valued = isinstance(algorithm.advantage, Valued)
     assert 2 <= len(lines) <= 3 + valued and max(map(len, lines)) <= 120
 
-    state = algorithm.start() | ({"baseline": 0.7} if isinstance(algorithm.advantage, RunningMean) else {})
+    state = algorithm.initial_state() | ({"baseline": 0.7} if isinstance(algorithm.advantage, RunningMean) else {})
     credited, _ = algorithm.compute_advantages(batch, state)
     R = printed_reward(lines[0], names, batch) if len(lines) == 3 + valued else batch.reward
     if valued:
         δ = printed_advantage(lines[-3], lines[-2], R, batch)
     else:
         δ = printed_credit(lines[-2], R, names, batch, algorithm.advantage)
-    counted = batch.counted if δ.shape[-1] > 1 else batch.valid.unsqueeze(-1)
+    counted = batch.loss_mask if δ.shape[-1] > 1 else batch.valid.unsqueeze(-1)
     assert credited.advantage is not None
     torch.testing.assert_close(torch.where(counted, δ, 0.0), torch.where(counted, credited.advantage, 0.0))
 
@@ -258,7 +260,7 @@ def check_against_code(algorithm: Algorithm) -> None:
     computed = algorithm.objective(mini, Outputs(logp, entropy, batch.kl_full)).objective
     ratio = re.search(r"ρ_[ti] = (?:sg\[)?exp\((.*?)\)(\]·exp\(logp_t − sg\[logp_t\]\))?$", lines[-2])
     if ratio is not None:
-        gap = torch.where(batch.counted, logp - batch.logp_old, 0.0)
+        gap = torch.where(batch.loss_mask, logp - batch.logp_old, 0.0)
         by_hand = {
             "logp_t − logp_old_t": logp - batch.logp_old,
             "Σ_t (logp_t − logp_old_t)": gap.sum(-1, keepdim=True),
@@ -272,8 +274,8 @@ def check_against_code(algorithm: Algorithm) -> None:
     weight = torch.as_tensor(names["w"])
     if getattr(algorithm.correction, "normalized", False):
         bounded = replace(algorithm.correction, normalized=False)(batch)
-        names["mean_w"] = bounded[batch.counted if weight.shape[-1] > 1 else batch.valid.unsqueeze(-1)].mean()
-    printed = printed_objective(lines[-1], {**names, "δ": credited.advantage}, batch.counted)
+        names["mean_w"] = bounded[batch.loss_mask if weight.shape[-1] > 1 else batch.valid.unsqueeze(-1)].mean()
+    printed = printed_objective(lines[-1], {**names, "δ": credited.advantage}, batch.loss_mask)
     torch.testing.assert_close(printed, computed)
     grads = [torch.autograd.grad(value, logp, retain_graph=True)[0] for value in (printed, computed)]
     torch.testing.assert_close(*grads)
@@ -560,7 +562,7 @@ def test_which_weights_give_a_sequence_ratio_the_policy_gradient(form: Any) -> N
         algorithm = Algorithm(Raw(), SequenceRatio(form, None, None), choice)
         mini = batch.add(weight=choice(batch))
         algorithm.objective(mini, Outputs(logp, torch.zeros_like(logp))).objective.backward()
-        wanted = torch.where(batch.counted, batch.reward / batch.valid.sum(), 0.0)
+        wanted = torch.where(batch.loss_mask, batch.reward / batch.valid.sum(), 0.0)
         assert torch.allclose(logp.grad, wanted) is same
 
 

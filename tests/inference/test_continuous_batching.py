@@ -146,7 +146,7 @@ def test_conversations_over_requests_are_those_of_one_call(decoder: str) -> None
     play = AtOnce(follow)
     play.turn_tokens = 6
     seeds = response_seeds(3, samples, torch.Generator(), 11).flatten().tolist()
-    plain = ready("group").generate(Prompts(prompts.prompt, prompts.problem, play=play), samples, seed=11)
+    plain = ready("group").generate(Prompts(prompts.prompt, prompts.problem, start_episodes=play), samples, seed=11)
     ids = [row[row >= 0].tolist() for row in prompts.prompt]
     talks: dict[int, tuple[list[int], list[float]]] = {}
     with serving(sampler) as request_queue:

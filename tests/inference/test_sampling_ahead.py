@@ -256,7 +256,7 @@ def test_a_run_that_samples_ahead_resumes_to_the_same_bits(
     lines, params = numbers(whole), whole.checkpoints[-1] / "params.safetensors"
     kept = params.read_bytes()
     assert max(line.get("sampling/lag") or 0 for line in lines) > 0
-    assert whole.config.old_logp == "learner" and whole.config.algorithm.correction.on
+    assert whole.config.old_logp == "learner" and whole.config.algorithm.correction.enabled
     again = ascent.resume(whole, from_step=2, rows=ROWS)
     assert numbers(again) == lines and params.read_bytes() == kept
 
@@ -324,9 +324,9 @@ def test_what_would_not_notice_older_policies_is_refused(settings: dict[str, Any
 
 def test_who_samples_ahead_gets_a_correction_where_nobody_chose_one() -> None:
     text = configure(ROWS, {"reward": brevity, "model": "none", "ahead": 1})
-    assert text.algorithm.correction.on and text.old_logp == "learner"
+    assert text.algorithm.correction.enabled and text.old_logp == "learner"
     clipped = configure(ROWS, {"reward": brevity, "model": "none", "ahead": 1, "old_logp": "sampler"})
-    assert not clipped.algorithm.correction.on
+    assert not clipped.algorithm.correction.enabled
     small = configure("sort", {"algorithm": "grpo", "ahead": 1})
-    assert not small.algorithm.correction.on and small.old_logp == "sampler"
-    assert not configure(ROWS, {"reward": brevity, "model": "none"}).algorithm.correction.on
+    assert not small.algorithm.correction.enabled and small.old_logp == "sampler"
+    assert not configure(ROWS, {"reward": brevity, "model": "none"}).algorithm.correction.enabled

@@ -227,7 +227,7 @@ def draws(
 
     made.decoder, made.room = keep, more.get("room", 0)
     play = AtOnce(observe) if order is None else InAnyOrder(observe, order)
-    prompts = replace(Prompts.of(prompts_of()), play=None if observe is None else play)
+    prompts = replace(Prompts.of(prompts_of()), start_episodes=None if observe is None else play)
     return made.generate(prompts, samples), schedules
 
 
@@ -371,7 +371,7 @@ def test_turns_and_drawn_tokens_have_limits_of_their_own(decoder: Any) -> None:
     play.turn_tokens = 5
     made = sampler_of(lm, limit=40, rows=5)
     made.decoder, made.most = graph_decoder(lm)[0] if decoder == "graphs" else decoder, 9
-    rollouts = made.generate(replace(Prompts.of(prompts_of()), play=play), 4)
+    rollouts = made.generate(replace(Prompts.of(prompts_of()), start_episodes=play), 4)
     assert (rollouts.length <= 9).all() and (rollouts.length == 9).any()
     assert rollouts.truncated.all()
     assert asked

@@ -153,7 +153,9 @@ def drawn_by(decoder: Any, limits: list[int] | None = None, observe: Any = None,
     sampler = sampler_of(lm, rows=5, stops=stops, **{"limit": 24, **more})
     sampler.decoder = graph_decoder(lm)[0] if decoder == "graphs" else decoder
     play = None if observe is None else AtOnce(observe)
-    prompts = replace(Prompts.of(prompts_of()), limits=None if limits is None else torch.tensor(limits), play=play)
+    prompts = replace(
+        Prompts.of(prompts_of()), limits=None if limits is None else torch.tensor(limits), start_episodes=play
+    )
     return sampler.generate(prompts, 4, greedy)
 
 

@@ -35,7 +35,7 @@ def batch_of(lengths: tuple[tuple[int, ...], ...] = ((3, 5), (4, 2)), prompt: in
     batch = rewarded(Rollouts(ids, response, mask, empty, mask.shape[2], torch.zeros(mask.shape[:2], dtype=torch.bool)))
     batch = batch.add(reward=batch.reward.float())
     row = ALGORITHMS["reinforce"]
-    batch, _ = row.compute_advantages(batch, row.start())
+    batch, _ = row.compute_advantages(batch, row.initial_state())
     return batch.add(weight=row.weights(batch))
 
 
@@ -81,7 +81,7 @@ def test_dropout_is_off_in_policy_and_critic_with_and_without_checkpointing(kind
         learner = learner_of(lm, checkpointing, critic)
         learner.gradient(batch, row.objective)
         assert (learner._logp[0][batch.mask] - own).abs().max() < 1e-4
-        learner.fit(batch, lambda _, value: values.append(value.detach()) or value.sum() * 0)  # type: ignore[func-returns-value]
+        learner.fit_critic(batch, lambda _, value: values.append(value.detach()) or value.sum() * 0)  # type: ignore[func-returns-value]
     assert (values[0] - values[1]).abs().max() < 1e-4
     assert (values[0] - learner.score(batch, frozenset({"value"}))["value"]).abs().max() < 1e-4
 

@@ -67,7 +67,7 @@ def test_sampler_and_learner_agree_and_a_split_changes_nothing(smollm2_short: Pa
     reward = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).unsqueeze(-1)
     valid = torch.ones(2, 2, dtype=torch.bool)
     batch = to_batch(rollouts, reward=reward, valid=valid, correct=valid, logp_old=rollouts.logp_sampler)
-    batch, _ = algorithm.compute_advantages(batch, algorithm.start())
+    batch, _ = algorithm.compute_advantages(batch, algorithm.initial_state())
     mini = batch.add(weight=algorithm.weights(batch))
     found = []
     for budget in (0, 30):

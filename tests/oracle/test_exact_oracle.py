@@ -237,7 +237,7 @@ BRUTE_AND_SPACE = [(name, SHORT) for name in BRUTE] + [(n, INDEPENDENT) for n in
 def test_classes_agree_with_brute_force(name: str, space: Space) -> None:
     """Stale samples, groups of two: the same mean and variance as a loop over all ordered pairs."""
     algorithm, found = BRUTE[name], table(space, stale=True)
-    state = algorithm.start() | STATE
+    state = algorithm.initial_state() | STATE
     mean, variance = brute_force(found, algorithm, 2, state)
     e = estimate(found, algorithm, 2, state, progress=0.25)
     torch.testing.assert_close(e.mean, mean, rtol=0, atol=1e-12)

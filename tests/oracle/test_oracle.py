@@ -226,7 +226,7 @@ def test_what_is_said_of_a_gradient_holds(choice: Any) -> None:
     algorithm = Algorithm(weights=choice) if weights else Algorithm(choice, critic=critic)
     enumerated, known = table(RAGGED), about_of(type(choice))
     assert known is not None, f"there is no About of {type(choice).__name__} in ascent/explain"
-    e = estimate(enumerated, algorithm, SAMPLES, algorithm.start() | STATE)
+    e = estimate(enumerated, algorithm, SAMPLES, algorithm.initial_state() | STATE)
     along, same = e.cosine(enumerated.gradient) > 1 - 1e-10, e.bias(enumerated.gradient) < 1e-10
     assert {"exact": (True, True), "critic": (True, True), "scaled": (True, False), "other": (False, False)}[
         str(fill_in(known, choice).gradient)

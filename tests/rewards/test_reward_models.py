@@ -154,7 +154,7 @@ def test_the_kl_is_taken_off_the_learned_reward(rated_sort: Path) -> None:
     )
     old = batch.logp_sampler
     batch = batch.add(logp_old=old, logp_ref=old - 0.25)
-    credited = parts.config.algorithm.shape_rewards(batch, parts.config.algorithm.start())
+    credited = parts.config.algorithm.shape_rewards(batch, parts.config.algorithm.initial_state())
     expected = batch.reward.squeeze(-1) - 0.5 * 0.25 * 3
     torch.testing.assert_close(credited.reward.sum(-1), expected)
     torch.testing.assert_close(credited.reward[..., 0], torch.full((3, 2), -0.125))

@@ -114,7 +114,7 @@ def test_episodes_are_rollouts_with_the_learners_log_probs(config: Any) -> None:
     ]
     assert all("and " in text for text in words)
     assert batch.reward.shape[-1] == 1 and 0 < float(batch.reward.max()) <= 1
-    assert dict(zip(batch.measured, batch.measures[0, 0].tolist(), strict=True))["turns"] == 2
+    assert dict(zip(batch.measure_names, batch.measures[0, 0].tolist(), strict=True))["turns"] == 2
     assert torch.equal(*greedy) and torch.equal(greedy[0][:, 0], greedy[0][:, 1])
 
 
@@ -270,7 +270,7 @@ def test_where_the_agent_leaves_it_open_the_task_scores_the_last_turn(config: An
     with closing(assemble(config(talk, reward=(f"python:{file}:reward",)))) as parts:
         batch, errors = score_rollouts(parts.task, drawn(parts))
     assert not errors
-    measured = batch.measures[..., batch.measured.index("agent/length")]
+    measured = batch.measures[..., batch.measure_names.index("agent/length")]
     assert torch.equal(batch.reward.squeeze(-1), measured)
 
 

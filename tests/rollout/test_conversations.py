@@ -168,13 +168,13 @@ def test_an_environment_of_a_file_answers_turns_and_pays_for_them(talk: Any, mod
             assert paid[2] >= 1.0 and all(0 <= part < 0.2 for part in paid[:2])
     everything = {answer for p in range(3) for s in range(4) for answer in said(model, batch, p, s)}
     assert len(everything) > 3, "each episode has its own luck"
-    measured = dict(zip(batch.measured, batch.measures.unbind(-1), strict=True))
+    measured = dict(zip(batch.measure_names, batch.measures.unbind(-1), strict=True))
     assert bool((measured["turns"] == 3).all())
 
 
 def test_turns_that_a_limit_cut_off_are_noted_and_counted_and_so_are_seconds(talk: Any, model: Any) -> None:
     (batch, _), _ = talk
-    measured = dict(zip(batch.measured, batch.measures.unbind(-1), strict=True))
+    measured = dict(zip(batch.measure_names, batch.measures.unbind(-1), strict=True))
     for p in range(3):
         for s in range(4):
             turns = [batch.response[p, s][batch.mask[p, s] & (batch.turn[p, s] == k)] for k in range(3)]
@@ -182,13 +182,13 @@ def test_turns_that_a_limit_cut_off_are_noted_and_counted_and_so_are_seconds(tal
             assert measured["turns/cut"][p, s] == len(cut)
             noted = conversation({"reason": batch.notes[p, s], **row_of(batch, p, s)})
             assert [said.turn - 1 for said in noted if "cut off at 9 tokens" in said.note] == cut
-    assert bool((measured["time/environment"] > 0).all()) and bool((batch.waited > 0).sum(-1).eq(3).all())
+    assert bool((measured["time/environment"] > 0).all()) and bool((batch.environment_seconds > 0).sum(-1).eq(3).all())
     assert 0 < float(measured["turns/cut"].sum()) < 36, "some are cut off and some are not"
 
 
 def test_the_preflight_says_what_it_saw_of_the_episodes(talk: Any, place: Path) -> None:
     (batch, _), _ = talk
-    cut = int(batch.measures[..., batch.measured.index("turns/cut")].sum())
+    cut = int(batch.measures[..., batch.measure_names.index("turns/cut")].sum())
     report = Report()
     report_episodes(batch, task_of(place, "Talk"), report)
     assert report.lines[0].startswith(f"episodes   12 played: 3.0 turns on average, 3 to 3; {cut} of 36 turns cut off")
@@ -197,7 +197,7 @@ def test_the_preflight_says_what_it_saw_of_the_episodes(talk: Any, place: Path) 
     assert "no call of a tool" in report.lines[-1] and "nothing was called" in report.warnings[-1]
     called = batch.add(
         measures=torch.cat([batch.measures, torch.tensor([2.0, 1.5]).expand(3, 4, 2)], -1),
-        measured=(*batch.measured, "tools/calls", "tools/unparsed"),
+        measure_names=(*batch.measure_names, "tools/calls", "tools/unparsed"),
     )
     report_episodes(called, task_of(place, tools=("calculator",)), report)
     assert "24 calls of tools: 18 unparsed" in report.lines[-1] and "do not parse" in report.warnings[-1]
@@ -273,7 +273,7 @@ def test_without_an_answer_to_compare_with_what_earns_the_full_point_is_right(sm
     won = [bound.question(batch, p).words > "4" for p in range(8)]
     assert 0 < sum(won) < 8
     assert batch.correct[:, 0].tolist() == won
-    assert batch.measured[0] == "lenient" and (batch.measures[:, 0, 0] == 1).tolist() == won
+    assert batch.measure_names[0] == "lenient" and (batch.measures[:, 0, 0] == 1).tolist() == won
 
 
 def test_a_world_that_never_begins_stops_the_run_with_its_reason(place: Path, tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_a_call_is_answered_and_a_turn_without_one_ends_the_response(place: Path
     with closing(language().bind(task, model, {})) as bound:
         prompts = bound.draw(1, torch.Generator().manual_seed(0))
         assert "calculator" in model.tokenizer.decode(prompts.prompt[0]), "the prompt says which tools there are"
-        with closing(prompts.play(prompts, 3, [1, 2, 3])) as episodes:
+        with closing(prompts.start_episodes(prompts, 3, [1, 2, 3])) as episodes:
             turns = ['<call>calculator {"expression": "12*12"}</call>', "<call>calculator {</call>", "144"]
             for response, words in enumerate(turns):
                 episodes.submit_turn(response, [*model.tokenize(words), model.end])
@@ -396,7 +396,7 @@ def test_calls_that_are_under_way_together_each_get_their_own_replies(place: Pat
     task = task_of(place, "Talk")
     with closing(language().bind(task, model, {})) as bound:
         prompts = bound.draw(1, torch.Generator().manual_seed(0))
-        one, two = (prompts.play(prompts, 2, [seed, seed + 1]) for seed in (1, 10))
+        one, two = (prompts.start_episodes(prompts, 2, [seed, seed + 1]) for seed in (1, 10))
         one.ask(0, model.tokenize("a"))
         two.ask(1, model.tokenize("b"))
         assert bound.player.opening(bound.problem(3)).startswith("hint")
@@ -567,7 +567,7 @@ def test_tokens_that_no_tokenizer_would_write_stay_as_drawn(name: str, kind: str
         tokens=lambda step, turn, history: template.render_observation(turn, step.observation, history),
     )
     prompt = lm.encode([{"role": "user", "content": "How high is it?"}])
-    prompts = replace(Prompts.of(torch.tensor([prompt])), play=player)
+    prompts = replace(Prompts.of(torch.tensor([prompt])), start_episodes=player)
     rollouts = sampler_of(lm, limit=300).generate(prompts, 2)
     for s in range(2):
         tokens, mask = rollouts.response[0, s][rollouts.present[0, s]], rollouts.mask[0, s][rollouts.present[0, s]]

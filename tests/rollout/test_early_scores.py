@@ -213,7 +213,7 @@ def test_conversations_are_scored_when_they_are_over() -> None:
 
     sampler = sampler_for(PagedRunner)
     told = listening(sampler)
-    sampler.generate(replace(problems(), play=AtOnce(lambda _, tokens: [5] if len(tokens) < 4 else [])), 2)
+    sampler.generate(replace(problems(), start_episodes=AtOnce(lambda _, tokens: [5] if len(tokens) < 4 else [])), 2)
     assert not told
 
 

@@ -9,7 +9,11 @@ from ascent.runs.metrics import CHART_METRICS, CHARTS, short_name
 
 def test_the_terminal_shows_metrics_of_the_table_under_its_names() -> None:
     on_board = [key for cells in BOARD.values() for key in cells]
-    assert {*SHOWN, *on_board} <= set(CHART_METRICS) and {*COLUMNS} <= {*CHART_METRICS, "step", "trust_region/kl"}
+    assert {*SHOWN, *on_board} <= set(CHART_METRICS) and {*COLUMNS} <= {
+        *CHART_METRICS,
+        "step",
+        "trust_region/kl",
+    }
     assert {*FIRST_TO_GO} <= {short_name(key) for key in COLUMNS}
     for shown in (SHOWN, COLUMNS, *BOARD.values()):
         assert len({short_name(key) for key in shown}) == len(shown), "no two are called the same"

@@ -128,7 +128,7 @@ def test_rows_have_the_reward_and_the_seconds_of_each_turn() -> None:
     paid[0, 0, 1], paid[0, 0, 3], waited[0, 0, 1] = 0.25, 1.0, 0.5
     drawn = Rollouts(
         torch.tensor([[7]]), torch.arange(8).view(1, 2, 4), mask, torch.zeros(1, 2, 4), 4, torch.zeros(1, 2).bool(),
-        present=there, turn=turn, waited=waited,
+        present=there, turn=turn, environment_seconds=waited,
     )  # fmt: skip
 
     def rows(reward: torch.Tensor) -> list[dict[str, Any]]:

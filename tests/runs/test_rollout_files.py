@@ -131,11 +131,11 @@ def test_a_language_model_reports_it_too() -> None:
 
     algorithm, lm = ALGORITHMS["dr-grpo"], model_of()
     learner = LanguageLearner(lm, algorithm.update, False, algorithm.outputs, micro_batch=12)
-    batch: Batch = algorithm.compute_advantages(batch_of(lm), algorithm.start())[0]
+    batch: Batch = algorithm.compute_advantages(batch_of(lm), algorithm.initial_state())[0]
     mini = batch.add(weight=algorithm.weights(batch))
     stepped = learner.step(mini, algorithm.objective, algorithm.update)
     assert stepped.entropy is not None and stepped.entropy.shape == mini.mask.shape
-    assert torch.allclose((stepped.entropy * mini.counted).sum(), stepped.sums["entropy"])
+    assert torch.allclose((stepped.entropy * mini.loss_mask).sum(), stepped.sums["entropy"])
     for given in (stepped, replace(stepped, entropy=None)):  # as a GPU's numbers are fetched
         found = fetched(given, torch.device("cpu"))
         assert found.metrics.keys() == given.metrics.keys() and found.sums == given.sums

@@ -228,9 +228,9 @@ def test_the_kernels_compute_the_formulas_on_a_gpu() -> None:
 
 
 def learner_of(lm: LanguageModel, row: Any = ALGORITHMS["grpo"], rounding: int | None = 3, **more: Any) -> Any:
-    critic = LanguageCritic(lm, row.critic.shared) if row.critic.on else None
+    critic = LanguageCritic(lm, row.critic.shared) if row.critic.enabled else None
     return LanguageLearner(
-        lm, row.update, row.reference.kept, row.outputs, critic=critic, critic_update=row.critic.update,
+        lm, row.update, row.reference.enabled, row.outputs, critic=critic, critic_update=row.critic.update,
         rounding=rounding, **more,
     )  # fmt: skip
 

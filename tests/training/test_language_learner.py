@@ -32,13 +32,13 @@ SHARING = ("Llama", "Qwen2", "Qwen3", "Phi3", "Olmo", "Granite", "Cohere", "Mist
 
 
 def learner_of(lm: LanguageModel, algorithm: Algorithm, micro_batch: int = 0, **more: bool) -> LanguageLearner:
-    kept = algorithm.reference.kept
+    kept = algorithm.reference.enabled
     return LanguageLearner(lm, algorithm.update, kept, algorithm.outputs, micro_batch, **more)
 
 
 def credited(batch: Batch, algorithm: Algorithm, learner: LanguageLearner) -> Batch:
     batch = batch.add(**learner.score(batch, algorithm.needs))
-    batch, state = algorithm.compute_advantages(batch, algorithm.start())
+    batch, state = algorithm.compute_advantages(batch, algorithm.initial_state())
     return batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
 
 
@@ -251,7 +251,7 @@ def test_log_probs_of_sampler_and_learner_agree(cut: dict[str, float]) -> None:
     lm.shares = "top_k" not in cut  # the plain form agrees too
     scored = learner_of(lm, ALGORITHMS["reinforce"]).score(batch, frozenset({"logp_old"}))["logp_old"]
     assert (scored - batch.logp_sampler).abs().max() < 5e-6
-    assert (batch.mass is not None) == bool(set(cut) - {"temperature"})
+    assert (batch.kept_mass is not None) == bool(set(cut) - {"temperature"})
 
 
 def test_the_mass_is_that_of_the_support() -> None:
@@ -277,7 +277,7 @@ def test_tokens_are_drawn_in_proportion(support: SamplingParams) -> None:
     u = (torch.arange(grid, dtype=torch.float64) + 0.5) / grid
     token, logp, _ = sample_tokens(logits.expand(grid, -1), 1.0, support, u)
     p = torch.softmax(logits, -1)
-    allowed = torch.where(support.allowed(p), p, 0.0) if not support.whole else p
+    allowed = torch.where(support.allowed_tokens(p), p, 0.0) if not support.unrestricted else p
     share = torch.bincount(token, minlength=300) / grid
     assert (share - allowed[0] / allowed.sum()).abs().max() < 1.01 / grid
     assert torch.allclose(logp, p[0].log()[token])
@@ -348,7 +348,7 @@ def test_no_memory_knob_changes_a_gradient(algorithm: Algorithm) -> None:
 
 def test_parts_hold_every_response_once_and_keep_to_the_budget() -> None:
     lm = model_of()
-    batch = awkward(lm).add(index=torch.arange(3))
+    batch = awkward(lm).add(prompt_index=torch.arange(3))
     number = torch.arange(12.0, dtype=torch.float64).view(3, 4, 1)
     for budget in (1, 7, 12, 20, 33, 0):
         parts = list(learner_of(lm, ALGORITHMS["reinforce"], budget).split(batch.add(reward=number)))
@@ -431,7 +431,7 @@ def test_parameters_of_another_model_are_refused() -> None:
 def with_critic(lm: LanguageModel, algorithm: Algorithm, budget: int = 0) -> LanguageLearner:
     critic = LanguageCritic(lm, algorithm.critic.shared)
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
-    kept, outputs, update = algorithm.reference.kept, algorithm.outputs, algorithm.critic.update
+    kept, outputs, update = algorithm.reference.enabled, algorithm.outputs, algorithm.critic.update
     return LanguageLearner(lm, algorithm.update, kept, outputs, budget, False, critic, update)
 
 
@@ -534,14 +534,14 @@ def test_a_fisher_product_is_that_of_the_plain_definition() -> None:
     learner, batch = learner_of(lm, algorithm), batch_of(lm, samples=2)
     generator = torch.Generator().manual_seed(0)
     v = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in learner.trainable()]
-    product = learner.fisher(batch)(v)
+    product = learner.fisher_product(batch)(v)
     found = float(sum((a * b).sum() for a, b in zip(v, product, strict=True)))
     step, logs = 1e-5, []
     start = [p.detach().clone() for p in learner.trainable()]
     for sign in (1, -1):
-        learner.assign([a + sign * step * b for a, b in zip(start, v, strict=True)])
+        learner.set_trainable([a + sign * step * b for a, b in zip(start, v, strict=True)])
         logs.append(plain_log_probs(lm, batch))
-    learner.assign(start)
+    learner.set_trainable(start)
     slope, p = (logs[0] - logs[1]) / (2 * step), (0.5 * (logs[0] + logs[1])).exp()
     assert found == pytest.approx(float((p * slope**2).sum() / batch.tokens), rel=1e-4)
 
@@ -590,17 +590,17 @@ def test_a_share_without_rows_has_a_gradient_of_0(row: str, shares: bool) -> Non
     """As a rank has it that got no prompt: every sum is 0, and every parameter has a gradient."""
     lm, algorithm = model_of(), ALGORITHMS[row]
     lm.shares = shares
-    critic = LanguageCritic(lm, False) if algorithm.critic.on else None
-    kept, update = algorithm.reference.kept, algorithm.critic.update
+    critic = LanguageCritic(lm, False) if algorithm.critic.enabled else None
+    kept, update = algorithm.reference.enabled, algorithm.critic.update
     learner = LanguageLearner(lm, algorithm.update, kept, algorithm.outputs, critic=critic, critic_update=update)
     empty = credited(batch_of(lm), algorithm, learner).share(slice(0, 0))
     assert all(value.shape[:2] == (0, 4) for value in learner.score(empty, learner.provides & algorithm.needs).values())
     terms = learner.gradient(empty, algorithm.objective)
     gradients = [p.grad for p in learner.trainable()]
     assert float(terms.objective) == 0 and all(g is not None and not g.any() for g in gradients)
-    if algorithm.critic.on:
-        assert not any(bool(value.any()) for value in learner.fit(empty, algorithm.critic.loss))
+    if algorithm.critic.enabled:
+        assert not any(bool(value.any()) for value in learner.fit_critic(empty, algorithm.critic.loss))
     if row == "trpo":
         vector = [p.detach().clone() for p in learner.trainable()]
         assert float(learner.kl_from(empty, vector)) == 0
-        assert not any(part.any() for part in learner.fisher(empty)(vector))
+        assert not any(part.any() for part in learner.fisher_product(empty)(vector))

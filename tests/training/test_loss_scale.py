@@ -32,7 +32,7 @@ def learner_of(dtype: torch.dtype, row: Any = ROW) -> LanguageLearner:
         for p in lm.model.parameters():
             p.copy_((p * (0.3 if p.dim() > 1 else 1)).half())
     lm.model.to(DEVICE, dtype)
-    critic = LanguageCritic(lm, shared=False) if row.critic.on else None
+    critic = LanguageCritic(lm, shared=False) if row.critic.enabled else None
     return LanguageLearner(lm, Adam(lr=1e-3), False, row.outputs, 0, False, critic, row.critic.update)
 
 
@@ -42,7 +42,7 @@ def mini_of(factor: float, limit: int, row: Any = ROW, learner: LanguageLearner 
     batch = batch.add(reward=batch.reward.float() * factor, limit=limit, logp_old=None)
     if learner is not None:
         batch = batch.add(**learner.score(batch, frozenset({"value", "logp_old"})))
-    batch, state = row.compute_advantages(batch, row.start())
+    batch, state = row.compute_advantages(batch, row.initial_state())
     batch = batch.add(weight=row.weights(batch), **row.scalars(state, 0.0))
     return batch.add(**{name: getattr(batch, name).float() for name in ("logp_sampler", "advantage", "weight")})
 
@@ -72,7 +72,7 @@ def test_a_critic_of_its_own_has_its_own_scale(factor: float) -> None:
             learner.critic.head.weight.copy_(torch.linspace(-0.1, 0.1, 32)[None])
         mini = mini_of(factor, 12, PPO, learner)
         mini = mini.add(returns=mini.returns * factor if factor < 1 else mini.returns)
-        learner.fit(mini, PPO.critic.loss)
+        learner.fit_critic(mini, PPO.critic.loss)
         found.append(torch.cat([p.grad.flatten() for p in learner.critic.trained()]))
     assert error(found[1], found[0]) < 0.02
 

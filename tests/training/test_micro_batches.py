@@ -75,7 +75,7 @@ def test_no_part_is_above_the_budget_unless_it_is_one_response(
 ) -> None:
     """Whatever the mixture of lengths; and every response is in one part, in order."""
     batch = batch_with(*shapes)
-    batch = batch.add(index=torch.arange(len(batch.prompt)))
+    batch = batch.add(prompt_index=torch.arange(len(batch.prompt)))
     parts = list(split_batch(batch, budget, shared, repeat, padded))
     seen = [tuple(n) for part in parts for n in part.response[part.mask].split(part.length.flatten().tolist())]
     every = [tuple(n) for n in batch.response[batch.mask].split(batch.length.flatten().tolist())]

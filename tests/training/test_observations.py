@@ -25,7 +25,17 @@ from ascent.core.groups import Overlong
 from ascent.core.loop import score_rollouts
 from ascent.core.metric_names import MISMATCH
 from ascent.core.protocols import Task, UpdateResult
-from ascent.core.types import Batch, Prompts, Rollouts, Scores, Space, at_actions, at_last, join, to_batch
+from ascent.core.types import (
+    Batch,
+    Prompts,
+    Rollouts,
+    Scores,
+    Space,
+    join,
+    per_token_reward,
+    rewards_on_actions,
+    to_batch,
+)
 from ascent.core.values import GAE, VALUES
 from ascent.core.weights import WEIGHTS, FixedLength
 from ascent.inference.runners.cuda_graph import graph_decoder
@@ -112,8 +122,8 @@ def test_length_extent_and_the_last_action(name: str) -> None:
     rows = list(itertools.chain(*LAYOUTS[name]))
     assert batch.length.flatten().tolist() == [row.count("a") for row in rows]
     assert batch.extent.flatten().tolist() == [len(row.rstrip(".")) for row in rows]
-    assert batch.gaps == any("." in row.rstrip(".") for row in rows)
-    last = at_last(batch, batch.reward)
+    assert batch.has_gaps == any("." in row.rstrip(".") for row in rows)
+    last = per_token_reward(batch, batch.reward)
     for row, numbers, reward in zip(rows, last.flatten(0, 1), batch.reward.flatten(), strict=True):
         assert numbers[row.rindex("a")] == reward and int((numbers != 0).sum()) == 1
 
@@ -121,7 +131,7 @@ def test_length_extent_and_the_last_action(name: str) -> None:
 def test_by_default_what_is_present_is_the_mask() -> None:
     mask = torch.tensor([[[True, True, False]]])
     rollouts = Rollouts(torch.zeros(1, 1, dtype=torch.long), mask.long(), mask, mask.double(), 3, mask.any(-1))
-    assert torch.equal(rollouts.present, mask) and not rollouts.gaps
+    assert torch.equal(rollouts.present, mask) and not rollouts.has_gaps
     assert rollouts.version.shape == (1, 1, 1)
 
 
@@ -172,7 +182,7 @@ def test_a_reward_with_an_observation_is_the_last_actions() -> None:
     batch = observed("in the middle").select(slice(1, 2), slice(0, 1))
     assert LAYOUTS["in the middle"][1][0] == "oaaoa..."
     reward = f64([[[1, 2, 4, 8, 16, 99, 99, 99]]])
-    close(at_actions(batch, reward), f64([[[0, 3, 12, 0, 16, 0, 0, 0]]]))
+    close(rewards_on_actions(batch, reward), f64([[[0, 3, 12, 0, 16, 0, 0, 0]]]))
 
 
 def test_a_response_without_actions_has_no_reward_per_token() -> None:
@@ -183,7 +193,7 @@ def test_a_response_without_actions_has_no_reward_per_token() -> None:
     batch = batch.add(mask=mask, present=batch.present.clone())
     assert batch.present[0, 1].any()
     reward = torch.where(batch.present, 3.0, 0.0).double()
-    moved = at_actions(batch, reward)
+    moved = rewards_on_actions(batch, reward)
     assert not moved[0, 1].any() and moved[0, 0].sum() == reward[0, 0].sum()
 
 
@@ -226,7 +236,7 @@ def test_the_tasks_score_is_added_to_what_rollouts_bring() -> None:
         present=made.present, reward=paid, valid=valid, notes=notes, turn=turn,
     )  # fmt: skip
     batch, errors = score_rollouts(Pays(), rollouts)
-    close(batch.reward, at_last(made, made.length.double().unsqueeze(-1)) + at_actions(made, paid))
+    close(batch.reward, per_token_reward(made, made.length.double().unsqueeze(-1)) + rewards_on_actions(made, paid))
     close(batch.reward.sum(-1), made.length + 0.25 * made.present.sum(-1))
     assert torch.equal(batch.valid, valid) and torch.equal(batch.turn, turn)
     assert errors == ["by the task"], "what is said of the response that failed"
@@ -303,7 +313,7 @@ def test_the_gradient_is_that_of_the_actions(row: str, name: str) -> None:
     batch = observed(name)
     batch = batch.add(logp_old=plain_logp(policy, batch).detach() - torch.where(batch.mask, 0.02, 0.0))
     batch = batch.add(**learner.score(batch, algorithm.needs))
-    batch, state = algorithm.compute_advantages(batch, algorithm.start())
+    batch, state = algorithm.compute_advantages(batch, algorithm.initial_state())
     mini = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
     learner.gradient(mini, algorithm.objective)
     got = gradient_of(learner)
@@ -417,7 +427,7 @@ def test_an_observation_that_does_not_fit_ends_its_response(decoder: Any) -> Non
         asked.append(response)
         return [7] * 24
 
-    rollouts = sampler.generate(replace(Prompts.of(prompts_of()), play=AtOnce(observe)), 4)
+    rollouts = sampler.generate(replace(Prompts.of(prompts_of()), start_episodes=AtOnce(observe)), 4)
     assert asked and len(asked) == len(set(asked)), "each is asked once"
     for response, mask in zip(rollouts.response.flatten(0, 1), rollouts.mask.flatten(0, 1), strict=True):
         assert END not in response[mask][:-1].tolist()
@@ -438,7 +448,7 @@ def test_a_decoder_extends_a_response(decoder: Any) -> None:
         turns[response] = turns.get(response, 0) + 1
         return [7, 8 + response % 5, 9] if turns[response] <= 2 else []
 
-    rollouts = sampler.generate(replace(Prompts.of(prompts_of()), play=AtOnce(observe)), 4)
+    rollouts = sampler.generate(replace(Prompts.of(prompts_of()), start_episodes=AtOnce(observe)), 4)
     batch = to_batch(rollouts, reward=torch.zeros(3, 4, 1), valid=torch.ones(3, 4, dtype=torch.bool))
     observed_tokens = batch.present & ~batch.mask
     assert observed_tokens.any(-1).sum() > 3 and max(turns.values()) >= 2
@@ -458,7 +468,7 @@ def test_a_decoder_extends_a_response(decoder: Any) -> None:
 def test_records_hold_what_is_there_and_the_viewer_reads_actions(name: str, tmp_path: Path) -> None:
     batch = observed(name)
     turn = torch.arange(8).expand(batch.mask.shape)
-    batch = batch.add(turn=turn, logp_old=batch.logp_sampler, index=torch.arange(2))
+    batch = batch.add(turn=turn, logp_old=batch.logp_sampler, prompt_index=torch.arange(2))
     batch, _ = Algorithm(GAE(), critic=ALGORITHMS["ppo"].critic).compute_advantages(batch, {})
     entropy = torch.rand(batch.mask.shape, dtype=F64)
     update = UpdateResult({}, {}, torch.where(batch.mask, batch.logp_sampler + 0.1, 0.0), entropy)
@@ -484,7 +494,7 @@ def test_records_hold_what_is_there_and_the_viewer_reads_actions(name: str, tmp_
 
 def test_a_file_of_plain_responses_is_as_it_was(tmp_path: Path) -> None:
     """Without observations there is no column for them."""
-    batch = actions_alone(observed("in the middle")).add(index=torch.arange(2), advantage=torch.zeros(2, 3, 1))
+    batch = actions_alone(observed("in the middle")).add(prompt_index=torch.arange(2), advantage=torch.zeros(2, 3, 1))
     batch = batch.add(logp_old=batch.logp_sampler)
     (tmp_path / "rollouts").mkdir()
     records.write_rollouts(tmp_path, 0, batch, [], [], "all", records.TokenTexts(Pays()))

@@ -75,7 +75,7 @@ def learner_of(kind: str, form: str) -> tuple[LanguageLearner, Any]:
         for name, p in lm.model.named_parameters():
             p.data = p.data.float() if "lora" in name else p.data
     lm = add_head(lm) if kind.startswith("reward") else lm
-    critic = LanguageCritic(lm, row.critic.shared) if row.critic.on else None
+    critic = LanguageCritic(lm, row.critic.shared) if row.critic.enabled else None
     rounding = 3 if form == "bfloat16 state" else None
     learner = LanguageLearner(lm, Adam(lr=1e-2), False, row.outputs, 0, False, critic, row.critic.update, rounding)
     if kind.startswith("reward"):
@@ -85,8 +85,8 @@ def learner_of(kind: str, form: str) -> tuple[LanguageLearner, Any]:
 
 def ready(row: Any, batch: Batch, learner: LanguageLearner) -> Batch:
     batch = batch.add(**{key: getattr(batch, key).float() for key in ("logp_sampler", "reward")}, logp_old=None)
-    batch = batch.add(**learner.score(batch, row.needs | ({"logp_old"} if row.critic.on else frozenset())))
-    batch, state = row.compute_advantages(batch, row.start())
+    batch = batch.add(**learner.score(batch, row.needs | ({"logp_old"} if row.critic.enabled else frozenset())))
+    batch, state = row.compute_advantages(batch, row.initial_state())
     return batch.add(weight=row.weights(batch), **row.scalars(state, 0.0))
 
 

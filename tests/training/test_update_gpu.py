@@ -416,7 +416,7 @@ def test_an_update_on_a_gpu_has_the_gradient_of_the_cpu(row: str, dtype: str, le
     batch = batch_of(host)
     grads = []
     for lm, micro_batch in ((host, 0), (card, 30)):
-        learner = LanguageLearner(lm, algorithm.update, algorithm.reference.kept, algorithm.outputs, micro_batch)
+        learner = LanguageLearner(lm, algorithm.update, algorithm.reference.enabled, algorithm.outputs, micro_batch)
         ready = credited(batch, algorithm, learner)
         learner.gradient(ready, algorithm.objective)
         grads.append([p.grad.double().cpu() for p in learner.trainable()])

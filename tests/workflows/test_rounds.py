@@ -78,7 +78,7 @@ def test_a_round_is_pairs_a_reward_model_and_a_policy(whole: Path) -> None:
         assert model.status == policy.status == "finished"
         assert policy.config.task.reward == f"model:{model.folder.resolve()}", "the true reward is hidden from it"
         assert model.config.algorithm.loss.trains == "rewards"
-        assert policy.config.algorithm.reference.kept
+        assert policy.config.algorithm.reference.enabled
         for row in rows(whole / f"round_{number}" / "pairs.jsonl"):
             right = sorted(row["prompt"])
             true = [sum(a == b for a, b in zip(row[name], right, strict=True)) for name in ("chosen", "rejected")]

@@ -207,7 +207,9 @@ class RemoteEngine(RolloutEngine):
     def _begin_all(self, step: int = -1) -> None:
         """All that is not begun; conversations only of this step."""
         for one in self.pending:
-            if one.request not in self._open and (one.request.prompts.play is None or one.request.step == step):
+            if one.request not in self._open and (
+                one.request.prompts.start_episodes is None or one.request.step == step
+            ):
                 self._begin(one, self.limit)
 
     def _begin(self, one: PendingRollout, limit: int) -> UnderWay:
@@ -216,9 +218,9 @@ class RemoteEngine(RolloutEngine):
         prompts, each, ends = one.request.prompts, UnderWay(one.request, limit, one.seeds), tuple(sorted(self.lm.ends))
         self._open[one.request] = each
         limits = self._limits(prompts, limit)
-        if prompts.play is not None:
+        if prompts.start_episodes is not None:
             luck = list(range(one.seeds.numel())) if one.request.greedy else one.seeds.flatten().tolist()
-            episodes = prompts.play(prompts, one.request.samples, luck)
+            episodes = prompts.start_episodes(prompts, one.request.samples, luck)
             each.turns = EnvironmentTurns(episodes, limits.repeat_interleave(one.request.samples), limit)
         for i, row in enumerate(prompts.prompt):
             ids = row[row >= 0].tolist()

@@ -213,10 +213,10 @@ class RemoteConversationEngine(RemoteEngine):
 
     def _now(self, ticket: RolloutRequest, seeds: Tensor, limit: int | None) -> Rollouts:
         prompts, samples, limit = ticket.prompts, ticket.samples, limit or self.limit
-        if prompts.play is None:
+        if prompts.start_episodes is None:
             return super()._now(ticket, seeds, limit)
         luck = list(range(seeds.numel())) if ticket.greedy else seeds.flatten().tolist()
-        with closing(prompts.play(prompts, samples, luck)) as visits:
+        with closing(prompts.start_episodes(prompts, samples, luck)) as visits:
             limits = self._limits(prompts, limit).repeat_interleave(samples).tolist()
             visits.begin(limits, limit, self.temperature, None, ticket.greedy)
             serve = RequestForwarder(visits.queue, self.fleet, self.lm, self.version, self.look)

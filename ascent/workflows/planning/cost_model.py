@@ -197,4 +197,4 @@ def forward_passes(config: Config) -> int:
     In bfloat16 the old log-probs are assumed to come from the learner, unless the config says otherwise.
     """
     algorithm = config.algorithm
-    return int(config.old_logp != "sampler") + int(algorithm.reference.kept) + int(algorithm.critic.on)
+    return int(config.old_logp != "sampler") + int(algorithm.reference.enabled) + int(algorithm.critic.enabled)

@@ -455,7 +455,7 @@ def small_batch() -> Batch:
         valid=torch.ones(shape, dtype=torch.bool),
         errors=("one", "two"),
         measures=torch.randn(*shape, 1),
-        measured=("length",),
+        measure_names=("length",),
         notes=np.array([["a", None, "ü\udc80"]] * 2, dtype=object),
     )
 

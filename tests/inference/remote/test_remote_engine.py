@@ -186,7 +186,7 @@ def test_conversations_are_those_of_the_local_sampler_whoever_answers_first(stac
 
         play = AtOnce(observe) if order is None else InAnyOrder(observe, order)
         play.turn_tokens = 4
-        return sampler.generate(replace(Prompts.of(prompts_of()), play=play), 2, **more)
+        return sampler.generate(replace(Prompts.of(prompts_of()), start_episodes=play), 2, **more)
 
     one, other = played(world.sampler, None, greedy=True), played(local, None, greedy=True)
     same(one, other)
@@ -210,7 +210,7 @@ def test_a_server_that_dies_in_a_conversation_changes_nothing(stack: ExitStack) 
     def played() -> Rollouts:
         play = AtOnce(lambda _, tokens: [7, 8] if len(tokens) < 12 else [])
         play.turn_tokens = 4
-        return world.sampler.generate(replace(Prompts.of(prompts_of()), play=play), 2, seed=5)
+        return world.sampler.generate(replace(Prompts.of(prompts_of()), start_episodes=play), 2, seed=5)
 
     whole = played()
     world.server.die_after = len(world.server.asked) + 4

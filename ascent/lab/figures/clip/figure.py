@@ -156,7 +156,7 @@ def _sampled_now() -> tuple[list[float], list[float]]:
     config = configure("lecture", {"threads": 1})
     parts, algorithm = assemble(config), config.algorithm
     batch, _ = collect(parts.task, parts.engine, algorithm, config, parts.streams.prompts, PhaseTimer())
-    batch, state = algorithm.compute_advantages(batch.add(logp_old=batch.logp_sampler), algorithm.start())
+    batch, state = algorithm.compute_advantages(batch.add(logp_old=batch.logp_sampler), algorithm.initial_state())
     batch = batch.add(**algorithm.scalars(state, 0.0))
     mini = batch.add(weight=algorithm.weights(batch))
     for _ in range(config.epochs):

@@ -67,7 +67,7 @@ _WORLDS = (
 _PROMPT_TEXTS = tuple((str(i), f"[{' '.join(map(str, w.prompt))}]{w.label}") for i, w in enumerate(_WORLDS))
 _GROUP = 6
 """Responses to the prompt; the first is the one that is followed."""
-_CREDITS = {name_of(cls): cls() for cls in ADVANTAGES if not (cls().needs or cls().start())}
+_CREDITS = {name_of(cls): cls() for cls in ADVANTAGES if not (cls().needs or cls().initial_state())}
 """Those of the menu that need nothing but the rewards of this group."""
 _LABELS = {**{name: menu_label(type(credit)) for name, credit in _CREDITS.items()}, "gae": "GAE(λ), exact values"}
 
@@ -99,7 +99,7 @@ def group_of(prompt: int, temperature: float, seed: int) -> Batch:
     sampler = SmallSampler(_policy(world.policy), temperature, torch.Generator().manual_seed(seed))
     bound, prompts = SmallBackend().bind(world.task, None, {}), Prompts.of(torch.tensor([world.prompt]))
     if world.plays:
-        prompts = replace(prompts, play=bound.player)
+        prompts = replace(prompts, start_episodes=bound.player)
     batch, _ = score_rollouts(bound, sampler.generate(prompts, _GROUP))
     table = _oracle(prompt, temperature)
     every = {_words(table.batch, row): row for row in range(table.batch.mask.shape[1])}
