@@ -236,7 +236,7 @@ def resolve(task: Any, *layers: Settings, recorded: bool = False) -> Resolved:
         for axis in CHOICES:
             chosen[axis] = _choose(axis, chosen[axis], layer, preset)
         chosen["ranks"] = _with_fields("ranks", chosen["ranks"], layer)
-        kept = kept if chosen["update"].whole else chosen["update"]
+        kept = kept if chosen["update"].full_batch else chosen["update"]
         resolved.plain |= {"data_epochs": None} if "steps" in layer else {}  # the later of the two counts
         resolved.plain |= {k: PLAIN[k].check(v) for k, v in layer.items() if k in PLAIN}
         own |= {k: fields_of_task[k].check(v) for k, v in layer.items() if k in fields_of_task}

@@ -300,7 +300,7 @@ class LocalConversationEngine(LocalEngine):
         with closing(prompts.start_episodes(prompts, samples, seeds)) as visits:
             visits.begin(self.limits(prompts, samples, limit).tolist(), limit, self.temperature, self.support, greedy)
             self.latest = serve_requests(self, visits.queue, count, limit, visits.longest)
-            most, how = min(limit, self.most or limit), (self.temperature, self.version, self.support.whole)
+            most, how = min(limit, self.most or limit), (self.temperature, self.version, self.support.unrestricted)
             return rollouts_from_conversations(prompts, samples, most, visits.records(), *how)
 
 

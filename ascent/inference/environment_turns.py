@@ -132,7 +132,7 @@ class EnvironmentTurns:
             "present": present,
             "turn": torch.where(present, turn, 0),
             "reward": reward if self.episodes.has_step_rewards else None,
-            "waited": waited,
+            "environment_seconds": waited,
             "valid": torch.tensor([i not in self.errors for i in range(len(notes))]).view(shape),
             "notes": notes.reshape(shape),
         }

@@ -131,7 +131,7 @@ class RunWriter:
         self._line("lanes.jsonl", {"step": step, "lanes": seen.capacity, **times})
         return {"time/tail": seen.tail_seconds}
 
-    def best(self) -> bool:
+    def is_best(self) -> bool:
         return self._is_new_best
 
     def _write_alerts(self, step: int, line: dict[str, Any], batch: Batch) -> None:
@@ -221,7 +221,7 @@ class RunWriter:
         """Return True before the first checkpoint, and afterwards if the checkpoints lack the reference policy."""
         saved = checkpoint.complete(self.folder.path / "checkpoints")
         have_reference = all((path / "reference.safetensors").exists() or any(path.glob(SHARD_FILES)) for path in saved)
-        return not saved or (self.config.algorithm.reference.kept and not have_reference)
+        return not saved or (self.config.algorithm.reference.enabled and not have_reference)
 
     def dump(self, step: int, batch: Batch) -> str:
         path: Path = self.folder.path / f"failed_step_{step:06d}.safetensors"

@@ -403,7 +403,7 @@ def test_offline_data_has_its_own_number_of_responses_and_the_version_that_was_l
 
 def test_a_wrapped_sampler_shares_the_timeline_of_the_one_inside_and_closes_it() -> None:
     class Inner:
-        deterministic, provides, limit, rows, note = True, frozenset({"mass"}), 7, 8, "slow"
+        deterministic, provides, limit, rows, note = True, frozenset({"kept_mass"}), 7, 8, "slow"
         timeline, closed = OccupancyTimeline(3), 0
 
         def close(self) -> None:

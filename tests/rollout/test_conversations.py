@@ -417,7 +417,7 @@ def test_a_look_does_not_wait_for_episodes_that_begin() -> None:
     with closing(play_small(BoundSmallTask(Swaps()))) as bound:
         prompts = bound.held_out(1)
         bound.player.pool = Slow(Swaps().episode)
-        with closing(prompts.play(prompts, 1, [1])) as episodes:
+        with closing(prompts.start_episodes(prompts, 1, [1])) as episodes:
             episodes.submit_turn(0, [0])
             assert [episodes.poll(wait=False) for _ in range(3)] == [[], [], []]
             assert len(episodes.poll(wait=False)) == 1, "begun and answered"
