@@ -375,7 +375,7 @@ def raise_if_diverged(
     if bad:
         raise RunError(
             f"step {step}: infinite or NaN values in {' and '.join(bad)}. The batch is saved in "
-            f"{records.dump(step, batch)}; the checkpoints are from earlier steps. Lower --lr, or set --update.max-norm "
+            f"{records.dump(step, batch)}; checkpoints are from earlier steps. Lower --lr, or set --update.max-norm "
             "(for value/…: --critic.lr and --critic.max-norm)"
         )
     if (gap := metrics.get(MISMATCH, 0.0)) > max_mismatch:

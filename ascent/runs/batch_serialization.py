@@ -18,7 +18,7 @@ REQUEST_FIELDS = ("step", "samples", "greedy", "seed")
 
 
 def pack_rollouts(pending: Sequence[PendingRollout]) -> tuple[dict[str, Tensor], list[JsonDict]]:
-    """Split pending rollouts into named tensors and JSON. `play` is omitted, because the task provides it again."""
+    """Split pending rollouts into named tensors and JSON. `start_episodes` is omitted, because the task provides it again."""
     tensors: dict[str, Tensor] = {}
     entries: list[JsonDict] = []
     for i, rollout in enumerate(pending):
@@ -32,14 +32,14 @@ def pack_rollouts(pending: Sequence[PendingRollout]) -> tuple[dict[str, Tensor],
 
 
 def unpack_rollouts(
-    tensors: dict[str, Tensor], entries: Sequence[JsonDict], play: Any = None
+    tensors: dict[str, Tensor], entries: Sequence[JsonDict], start_episodes: Any = None
 ) -> tuple[PendingRollout, ...]:
-    """Restore the rollouts that `pack_rollouts` packed. `play` answers the turns of conversations."""
+    """Restore the rollouts that `pack_rollouts` packed. `start_episodes` starts the environments."""
     pending = []
     for i, entry in enumerate(entries):
         if type(entry["step"]) is not int:
             raise ValueError(f"a rollout request of step {entry['step']!r}")
-        prompts = Prompts(**from_json_and_tensors(entry["prompts"], f"{i}.prompts.", tensors) | {"play": play})
+        prompts = Prompts(**from_json_and_tensors(entry["prompts"], f"{i}.prompts.", tensors) | {"start_episodes": start_episodes})
         saved = entry["rollouts"]
         rollouts = None if saved is None else Rollouts(**from_json_and_tensors(saved, f"{i}.rollouts.", tensors))
         request = RolloutRequest(prompts=prompts, **{name: entry[name] for name in REQUEST_FIELDS})

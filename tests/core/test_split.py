@@ -218,7 +218,7 @@ def test_mini_batches_are_whole_prompts_each_once_an_epoch(epochs: int, count: i
         assert all(mini.mask.shape[1] == SAMPLES for mini in part)
     one, two = (list(batch.minibatches(6, 2, torch.Generator().manual_seed(s))) for s in (0, 0))
     assert [m.prompt_index.tolist() for m in one] == [m.prompt_index.tolist() for m in two]
-    assert len({tuple(m.index.tolist()) for m in one}) > 1
+    assert len({tuple(m.prompt_index.tolist()) for m in one}) > 1
 
 
 def numbers_of(learner: Any, mini: Batch, algorithm: Algorithm, vector: list[Tensor], old: list[Tensor]) -> Tensor:

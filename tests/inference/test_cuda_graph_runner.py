@@ -53,9 +53,9 @@ def same(got: Rollouts, want: Rollouts, bound: float = 5e-6) -> None:
     assert torch.equal(got.response, want.response)
     assert torch.equal(got.truncated, want.truncated)
     assert (got.logp_sampler - want.logp_sampler).abs().max() < bound
-    assert (got.mass is None) == (want.mass is None)
-    if got.mass is not None and want.mass is not None:
-        assert (got.mass - want.mass)[got.mask].abs().max() < bound
+    assert (got.kept_mass is None) == (want.kept_mass is None)
+    if got.kept_mass is not None and want.kept_mass is not None:
+        assert (got.kept_mass - want.kept_mass)[got.mask].abs().max() < bound
 
 
 # ---- the whole decoder ----------------------------------------------------------------------------

@@ -235,9 +235,9 @@ def test_the_mass_is_what_the_end_token_left(decoder: Any) -> None:
     lm = one_model(soon=True)
     got = drawn_by(decoder, lm=lm, min_tokens=4, limit=8)
     want = probabilities(lm, got)[..., END]
-    assert got.mass is not None
+    assert got.kept_mass is not None
     early = torch.arange(got.mask.shape[-1]) < 4
-    assert (got.mass - torch.where(early, 1 - want, 1.0))[got.mask].abs().max() < 1e-6
+    assert (got.kept_mass - torch.where(early, 1 - want, 1.0))[got.mask].abs().max() < 1e-6
 
 
 def probabilities(lm: Any, rollouts: Rollouts) -> torch.Tensor:
