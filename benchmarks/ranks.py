@@ -302,7 +302,7 @@ def of_rank_0(ranks: Ranks, sharded: bool) -> float:
     """Before a run and in evaluations rank 0 has objectives of its own, which may keep what they are shown."""
 
     def look(learner: Any, _: Any) -> Tensor:
-        batch, shown = batch_of(ALGORITHM, LENGTHS).share(slice(None)), []
+        batch, shown = batch_of(ALGORITHM, LENGTHS).sub_batch(slice(None)), []
 
         def keep(micro: Batch, out: Any) -> Terms:
             shown.append(out.logp.detach().flatten())

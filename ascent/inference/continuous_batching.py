@@ -340,7 +340,7 @@ def rollouts_from_conversations(
         mask=mask,
         present=torch.arange(width) < length,
         logp_sampler=grid("logp", torch.float32),
-        mass=None if whole else grid("kept_mass", torch.float32, 1),
+        kept_mass=None if whole else grid("kept_mass", torch.float32, 1),
         turn=grid("turn", torch.long),
         environment_seconds=grid("waited", torch.float32),
         limit=limit,

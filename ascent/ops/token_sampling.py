@@ -45,7 +45,7 @@ def sample_tokens(
         u: one uniform number per row; None: greedy decoding (argmax)
         forbidden: a mask `[row]` and the token ids that these rows must not sample (stop tokens before min_tokens)
     """
-    if u is not None and params.whole and forbidden is None and cpu_kernels.fits(logits):
+    if u is not None and params.unrestricted and forbidden is None and cpu_kernels.fits(logits):
         return *cpu_kernels.draw_rows(logits, temperature, u), None
     z = logits if temperature == 1.0 else logits / temperature
     if forbidden is not None:
@@ -53,10 +53,10 @@ def sample_tokens(
     p, kept_mass = torch.softmax(z, -1), None
     if u is None:
         token = z.argmax(-1, keepdim=True)
-    elif params.whole:
+    elif params.unrestricted:
         token = _invert_cdf(p, u)
     else:
-        kept = torch.where(params.allowed(p), p, 0.0)
+        kept = torch.where(params.allowed_tokens(p), p, 0.0)
         token, kept_mass = _invert_cdf(kept, u), kept.sum(-1)
     return token.squeeze(-1), torch.log(p.gather(-1, token)).squeeze(-1), kept_mass
 
@@ -72,7 +72,7 @@ def _sample_without_forbidden(
         token, kept_mass = masked.argmax(-1, keepdim=True), None
     else:
         q = torch.softmax(masked, -1)
-        kept = torch.where(params.allowed(q), q, 0.0)
+        kept = torch.where(params.allowed_tokens(q), q, 0.0)
         permitted_mass = torch.exp(torch.logsumexp(masked, -1) - log_total.squeeze(-1))
         token = _invert_cdf(kept, u)
         kept_mass = (kept.sum(-1) * permitted_mass).clamp(torch.finfo(z.dtype).tiny, 1.0)

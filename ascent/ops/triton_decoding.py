@@ -251,7 +251,7 @@ def _gather_kv(
 
 def sample_next_tokens(logits: Tensor, state: DecodeState, params: SamplingParams, greedy: bool) -> None:
     """Multinomial sampling by inverse CDF, or argmax; top-k, top-p, min-p and min_tokens run in PyTorch."""
-    if params.min_tokens or not (params.whole or greedy):
+    if params.min_tokens or not (params.unrestricted or greedy):
         reference.sample_next_tokens(logits, state, params, greedy)
         return
     rows, vocab = logits.shape

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import uvicorn
 
-from ascent.core.types import Prompts, Rollouts, Scores, at_last
+from ascent.core.types import Prompts, Rollouts, Scores, per_token_reward
 from ascent.environments.agents import Agent, AgentResult, Assignment, make_agent
 from ascent.environments.chat_session import ChatRenderer, Session
 from ascent.inference.request_queue import RecordedConversation, RequestQueue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ REQUEST_FIELDS = ("step", "samples", "greedy", "seed")
 
 
 def pack_rollouts(pending: Sequence[PendingRollout]) -> tuple[dict[str, Tensor], list[JsonDict]]:
-    """Split pending rollouts into named tensors and JSON. `start_episodes` is omitted, because the task provides it again."""
+    """Split pending rollouts into named tensors and JSON, without `start_episodes`, which the task provides."""
     tensors: dict[str, Tensor] = {}
     entries: list[JsonDict] = []
     for i, rollout in enumerate(pending):
@@ -39,7 +39,8 @@ def unpack_rollouts(
     for i, entry in enumerate(entries):
         if type(entry["step"]) is not int:
             raise ValueError(f"a rollout request of step {entry['step']!r}")
-        prompts = Prompts(**from_json_and_tensors(entry["prompts"], f"{i}.prompts.", tensors) | {"start_episodes": start_episodes})
+        prompts = Prompts(**from_json_and_tensors(entry["prompts"], f"{i}.prompts.", tensors))
+        prompts = replace(prompts, start_episodes=start_episodes)
         saved = entry["rollouts"]
         rollouts = None if saved is None else Rollouts(**from_json_and_tensors(saved, f"{i}.rollouts.", tensors))
         request = RolloutRequest(prompts=prompts, **{name: entry[name] for name in REQUEST_FIELDS})

@@ -255,7 +255,7 @@ def client_sampling(fields: SamplingFields, settings: SessionSettings) -> dict[s
             max(fields.top_k or 0, 0), top_p, fields.min_p or 0.0
         )
     params = sampling.get("sampling_params", settings.sampling_params)
-    if fields.wants_logprobs and settings.no_logprobs_reason and params is not None and not params.whole:
+    if fields.wants_logprobs and settings.no_logprobs_reason and params is not None and not params.unrestricted:
         raise InvalidMessageError(f"logprobs with top_k, top_p or min_p: {settings.no_logprobs_reason}")
     return sampling
 

@@ -459,7 +459,7 @@ def test_an_observation_that_cannot_be_shown_is_the_error_of_its_response(place:
     with closing(play_small(BoundSmallTask(replace(Swaps())))) as bound:
         prompts = bound.held_out(1)
         bound.player.pool = InProcessEpisodePool(Odd)
-        with closing(prompts.play(prompts, 2, [1, 2])) as episodes:
+        with closing(prompts.start_episodes(prompts, 2, [1, 2])) as episodes:
             episodes.submit_turn(0, [0])
             ((_, answer),) = episodes.poll(wait=True)
             assert answer.tokens == [] and "answered nothing, and was not over" in str(answer.error)

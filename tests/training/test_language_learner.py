@@ -593,7 +593,7 @@ def test_a_share_without_rows_has_a_gradient_of_0(row: str, shares: bool) -> Non
     critic = LanguageCritic(lm, False) if algorithm.critic.enabled else None
     kept, update = algorithm.reference.enabled, algorithm.critic.update
     learner = LanguageLearner(lm, algorithm.update, kept, algorithm.outputs, critic=critic, critic_update=update)
-    empty = credited(batch_of(lm), algorithm, learner).share(slice(0, 0))
+    empty = credited(batch_of(lm), algorithm, learner).sub_batch(slice(0, 0))
     assert all(value.shape[:2] == (0, 4) for value in learner.score(empty, learner.provides & algorithm.needs).values())
     terms = learner.gradient(empty, algorithm.objective)
     gradients = [p.grad for p in learner.trainable()]
