@@ -146,8 +146,8 @@ class Planner:
     def _critic(self) -> int:
         """Return the bytes of the critic: a head, or a backbone that trains the same parameters as the policy."""
         critic, shape = self.config.algorithm.critic, self.shape
-        if not critic.on or critic.shared:
-            return STATE_BYTES_PER_PARAM * shape.hidden_size * critic.on
+        if not critic.enabled or critic.shared:
+            return STATE_BYTES_PER_PARAM * shape.hidden_size * critic.enabled
         frozen = (
             self.cost.parameter_bytes * (1 - self.trained / shape.num_parameters)
             if not self.config.policy.lora
@@ -172,7 +172,7 @@ class Planner:
             raise ConfigError("--policy.optimizer-state bfloat16 needs one GPU and Adam: leave it out")
         if policy.optimizer_state != "auto" or policy.lora or not able:
             return COMPACT_BYTES_PER_PARAM if policy.optimizer_state == "bfloat16" else STATE_BYTES_PER_PARAM
-        wide = self.cost.state_bytes(self.trained, self.config.algorithm.reference.kept, self.critic)
+        wide = self.cost.state_bytes(self.trained, self.config.algorithm.reference.enabled, self.critic)
         return (
             COMPACT_BYTES_PER_PARAM
             if sum(wide.values()) > COMPACT_THRESHOLD * self.cluster.gpu.memory
@@ -182,7 +182,7 @@ class Planner:
     # ---- memory
 
     def state(self, learners: int) -> dict[str, int]:
-        kept = self.config.algorithm.reference.kept
+        kept = self.config.algorithm.reference.enabled
         return self.cost.state_bytes(
             self.trained, kept, self.critic, learners if self.shard else 1, self.bytes_per_param
         )
@@ -191,7 +191,9 @@ class Planner:
         """Return the smallest number of GPUs on which the training state fits; 0: it fits on no number."""
         for count in range(1, 4097):
             per = self.bytes_per_param if count == 1 else STATE_BYTES_PER_PARAM
-            parts = self.cost.state_bytes(self.trained, self.config.algorithm.reference.kept, self.critic, count, per)
+            parts = self.cost.state_bytes(
+                self.trained, self.config.algorithm.reference.enabled, self.critic, count, per
+            )
             if sum(parts.values()) < MAX_MEMORY_FRACTION**2 * self.cluster.gpu.memory:
                 return count
             if never_in_shards(self.config) is not None:
@@ -240,7 +242,7 @@ class Planner:
         update = one.update_seconds(
             slowest, room, self.trained, config.policy.checkpointing, self.bytes_per_param, learners == 1
         )
-        critic = update if config.algorithm.critic.on and not config.algorithm.critic.shared else 0.0
+        critic = update if config.algorithm.critic.enabled and not config.algorithm.critic.shared else 0.0
         moved = 2 * cluster.all_gather_seconds(2 * shape.num_parameters, learners) + cluster.all_gather_seconds(
             4 * self.trained, learners
         )
