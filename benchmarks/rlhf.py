@@ -59,14 +59,14 @@ def measured(root: Path, run: str, prompts: int) -> dict[str, float]:
 
     from ascent.build.reward_loading import load_reward_model
     from ascent.build.trained_run import Run
-    from ascent.rollout.small_sampler import SmallSampler
+    from ascent.rollout.small_policy_engine import SmallPolicyEngine
     from ascent.tasks.small import sorting
     from ascent.training.small_learner import action_logprobs, log_probs
 
     torch.set_num_threads(1)
     policy, anchor = Run(root / run).policy, Run(root / "sft").policy
     task = Run(root / "sft").config.task
-    rollouts = SmallSampler(policy, 1.0, torch.Generator().manual_seed(1)).generate(task.held_out(prompts), 2)
+    rollouts = SmallPolicyEngine(policy, 1.0, torch.Generator().manual_seed(1)).generate(task.held_out(prompts), 2)
     scores = sorting.score_sorting("positions", rollouts, task.space)
     with torch.no_grad():
         gap = rollouts.logp_sampler - action_logprobs(log_probs(anchor, rollouts), rollouts)

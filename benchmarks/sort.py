@@ -21,7 +21,7 @@ import torch
 import ascent
 from ascent.core.config import Config
 from ascent.models import Policy
-from ascent.rollout.small_sampler import SmallSampler
+from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from benchmarks.common import close, show
 
 ACCURACY, SECONDS = 0.99, 90.0
@@ -30,7 +30,7 @@ ACCURACY, SECONDS = 0.99, 90.0
 def accuracy(policy: Policy, config: Config) -> tuple[float, int]:
     """The share of all held-out prompts whose greedy answer is exactly right, and their number."""
     prompt = config.task.held_out(config.task.numbers**config.task.length)
-    sampler = SmallSampler(policy, 1.0, torch.Generator())
+    sampler = SmallPolicyEngine(policy, 1.0, torch.Generator())
     parts = torch.arange(len(prompt)).split(2_000)
     right = [config.task.score(sampler.generate(prompt[part], 1, greedy=True)).correct for part in parts]
     return torch.cat(right).double().mean().item(), len(prompt)

@@ -50,7 +50,7 @@ from ascent.core.types import Batch, Prompts, Rollouts, Space, to_batch  # noqa:
 from ascent.models import PerPosition, Policy, Transformer  # noqa: E402
 from ascent.models.small_policies import PerPositionPolicy, PerPositionValue, TransformerValue, ValueFunction  # noqa: E402
 from ascent.oracle.exact import EnumerableTask  # noqa: E402
-from ascent.rollout.small_sampler import SmallSampler  # noqa: E402
+from ascent.rollout.small_policy_engine import SmallPolicyEngine  # noqa: E402
 from ascent.tasks.base import BoundBase  # noqa: E402
 from ascent.training.small_learner import SmallLearner  # noqa: E402
 from tests.browser import browser, chromium_of_session, lab  # noqa: E402, F401
@@ -189,7 +189,7 @@ def prompts_of(space: Space, count: int, seed: int = 1) -> Tensor:
 
 
 def rollouts_of(policy: Policy, count: int = 3, samples: int = 4, temperature: float = 1.0, seed: int = 2) -> Rollouts:
-    sampler = SmallSampler(policy, temperature, torch.Generator().manual_seed(seed))
+    sampler = SmallPolicyEngine(policy, temperature, torch.Generator().manual_seed(seed))
     return sampler.generate(Prompts.of(prompts_of(policy.space, count)), samples)
 
 

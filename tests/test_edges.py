@@ -24,7 +24,7 @@ from ascent.core.reference import Frozen
 from ascent.core.types import Scores
 from ascent.core.update import Adam
 from ascent.models import PerPosition
-from ascent.rollout.small_sampler import SmallSampler
+from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.runs import checkpoint
 from ascent.runs.display import plots
 from ascent.runs.display.plots import OF_A_POLICY, panels_of
@@ -170,7 +170,7 @@ def test_a_reward_that_is_not_finite_is_an_error_whatever_the_task_says() -> Non
             scores = super().score(rollouts)
             return replace(scores, reward=torch.where(torch.arange(3).view(3, 1, 1) == 1, torch.inf, scores.reward))
 
-    sampler = SmallSampler(PerPosition()(Lecture().space, torch.Generator()), 1.0, torch.Generator())
+    sampler = SmallPolicyEngine(PerPosition()(Lecture().space, torch.Generator()), 1.0, torch.Generator())
     found, errors = score_rollouts(Careless(), sampler.generate(Lecture().held_out(3), 2))
     assert found.valid.tolist() == [[True, True], [False, False], [True, True]]
     assert len(errors) == 2 and found.reward.isfinite().all()

@@ -41,7 +41,7 @@ from ascent.inference.stop_strings import Stops
 from ascent.models.causal_lm import GIVEN, LanguageModel, is_mixed, pick_device
 from ascent.rewards.grading import rate_responses, self_test
 from ascent.rewards.tokenized_task import OfflineTextTask, TokenizedTask
-from ascent.rollout.conversations import play_text
+from ascent.rollout.conversations import bind_text_environment
 from ascent.sandbox.sandboxed_reward import check_walls
 from ascent.tasks.reward_sources import FUNCTIONS
 from ascent.training.fsdp import ShardedLearner
@@ -219,7 +219,7 @@ class LanguageBackend(Backend):
             source: partial(rate_responses, task, reward.rate) if source.startswith("model:") else reward
             for source, reward in rewards.items()
         }
-        return play_text(task, model, lambda encoder: TokenizedTask(task, encoder, graders))
+        return bind_text_environment(task, model, lambda encoder: TokenizedTask(task, encoder, graders))
 
     def offline(self, config: Config, model: LanguageModel, generator: torch.Generator) -> tuple[Any, RolloutEngine]:
         task = OfflineTextTask(config.task, model, config.data)

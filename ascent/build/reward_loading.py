@@ -74,9 +74,9 @@ def bind_task(backend: Backend, task: Any, model: Any, scores: bool = True) -> B
     if not (backend.words and task.agent):
         return bound
     check_packages("--agent")
-    from ascent.rollout.agents import play_agents
+    from ascent.rollout.agents import bind_agents
 
-    return play_agents(task, model, bound)
+    return bind_agents(task, model, bound)
 
 
 def _reward(backend: Backend, task: Any, source: str) -> Any:

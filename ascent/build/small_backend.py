@@ -17,8 +17,8 @@ from ascent.core.types import Prompts, Streams
 from ascent.distributed.ranks import SINGLE_PROCESS, Ranks
 from ascent.models.small_policies import Policy, ValueFunction, draw_next
 from ascent.rewards.small_task import BoundSmallTask, SmallOfflineTask
-from ascent.rollout.conversations import play_small
-from ascent.rollout.small_sampler import SmallSampler
+from ascent.rollout.conversations import bind_small_environment
+from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.tasks.reward_sources import LEARNED
 from ascent.training.small_learner import SmallLearner, score_small_responses, score_small_steps
 
@@ -78,10 +78,10 @@ class SmallBackend(Backend):
         return learner
 
     def rollout_engine(self, config: Config, model: Any, generator: torch.Generator) -> RolloutEngine:
-        return SmallSampler(model, config.temperature, generator)
+        return SmallPolicyEngine(model, config.temperature, generator)
 
     def bind(self, task: Any, model: Any, rewards: Mapping[str, Any]) -> Any:
-        return play_small(BoundSmallTask(task, rewards))
+        return bind_small_environment(BoundSmallTask(task, rewards))
 
     def offline(self, config: Config, model: Any, generator: torch.Generator) -> tuple[Any, RolloutEngine]:
         task = SmallOfflineTask(config.task, config.data, generator)

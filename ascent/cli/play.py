@@ -21,10 +21,10 @@ from ascent.core.types import Prompts
 from ascent.environments.episode_pool import EpisodePool, InProcessEpisodePool
 from ascent.environments.episode_process import Source
 from ascent.environments.tool_chat import tool_instruction
-from ascent.environments.tools import Tools, load_tool, read_counts, schemas_of
+from ascent.environments.tools import Tools, load_tool, parse_tool_counts, schemas_of
 from ascent.processes.supervisor import Limits
 from ascent.rewards.grading import Grading
-from ascent.rollout.conversations import GLANCE, PlayerPool, environment_source, shared_seed
+from ascent.rollout.conversations import GLANCE, EnvironmentPool, make_environment_source, problem_seed
 from ascent.runs.display.terminal import printable, wrapped
 from ascent.runs.recorded_conversation import ENVIRONMENT, POLICY, TOOL, calls_words, colour_wanted, speech_lines
 from ascent.settings import find_task
@@ -129,7 +129,7 @@ class SmallGame(NamedTuple):
     problem: Problem
     chat: str
     """What stands before the first turn."""
-    pool: PlayerPool | None
+    pool: EnvironmentPool | None
     """None: a response is one turn."""
     read: Callable[[str], str]
     """A line as the environment reads it; refused where it is no turn."""
@@ -166,7 +166,7 @@ def take_turns(game: SmallGame, seed: int, terminal: Terminal, rewards: list[flo
     pool = game.pool
     terminal.say("prompt", game.chat)
     if pool is not None:
-        pool.begin(0, game.problem, shared_seed(game.problem), seed)
+        pool.begin(0, game.problem, problem_seed(game.problem), seed)
         if opening := game.show(_answer(pool, 0).observation):
             terminal.say(game.answers, opening)
     while True:
@@ -183,7 +183,7 @@ def take_turns(game: SmallGame, seed: int, terminal: Terminal, rewards: list[flo
         rewards.append(step.reward)
         if observation := game.show(step.observation):
             terminal.say(game.answers, observation)
-        counts = read_counts(step.reason)
+        counts = parse_tool_counts(step.reason)
         about = f", {calls_words(counts)}" if counts else f", {step.reason}" if step.reason else ""
         terminal.note(f"· turn {len(rewards)}: reward {step.reward:.3g}{about}")
         if step.done or len(rewards) == game.max_turns:
@@ -192,7 +192,7 @@ def take_turns(game: SmallGame, seed: int, terminal: Terminal, rewards: list[flo
             return action
 
 
-def _answer(pool: PlayerPool, turn: int) -> Step:
+def _answer(pool: EnvironmentPool, turn: int) -> Step:
     while not (replies := pool.answers(GLANCE)):
         pass  # its own deadline is a reply too
     if replies[0].step is None:
@@ -250,7 +250,7 @@ def text_game(task: Any, seed: int) -> SmallGame:
         settings = {"sources": list(task.tools), "schemas": schemas, "form": "plain", "sandbox": task.tool_sandbox}
         pool = EpisodePool(Source("ascent.environments.tools:make_tools", settings), limits)
     elif task.environment:
-        pool = EpisodePool(environment_source(task.environment), limits)
+        pool = EpisodePool(make_environment_source(task.environment), limits)
 
     def read(line: str) -> str:
         if not line.strip():

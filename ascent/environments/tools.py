@@ -42,7 +42,7 @@ from ascent.tasks.user_files import load_python
 BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": python_tool.python}
 LONGEST_RESULT = 4_000
 """Characters of a result that the model sees."""
-COUNTED = ("calls", "unparsed", "failed", "repeated")
+TOOL_COUNT_NAMES = ("calls", "unparsed", "failed", "repeated")
 """What is counted in a turn: calls; those that do not parse; those that a tool did not answer; those made before."""
 
 
@@ -86,7 +86,7 @@ class Tools(Environment):
         self.session.begin_turn()
         results = [self._answer(call, turn) for call in calls]
         self.counts += turn
-        reason = " ".join(f"{name}={turn[name]}" for name in COUNTED)
+        reason = " ".join(f"{name}={turn[name]}" for name in TOOL_COUNT_NAMES)
         return Step(self._messages(calls, results), reason=reason)
 
     def close(self) -> None:
@@ -143,10 +143,10 @@ class Tools(Environment):
         ]
 
 
-def read_counts(reason: str) -> dict[str, int]:
+def parse_tool_counts(reason: str) -> dict[str, int]:
     """The counts in the reason of a step of `Tools`; empty for other reasons."""
     pairs = [part.partition("=") for part in reason.split()]
-    known = all(name in COUNTED and count.isdigit() for name, _, count in pairs)
+    known = all(name in TOOL_COUNT_NAMES and count.isdigit() for name, _, count in pairs)
     return {name: int(count) for name, _, count in pairs} if known else {}
 
 

@@ -29,7 +29,7 @@ ONE_PER_PAIR = " The one term of a pair takes the sum of its responses' weights,
 CHOSEN = "$w$ is the chosen and $l$ the rejected response to a prompt"
 LOG_RATIO = r"$\ell = \log \pi - \log \pi_{\text{ref}}$"
 DDOF = r"\text{ddof }"
-COUNTED = "counted over the mini-batch of one optimizer step, however it is split into micro-batches"
+TOOL_COUNT_NAMES = "counted over the mini-batch of one optimizer step, however it is split into micro-batches"
 
 
 def _from_critic(total: str, words: str, gradient: Gradient = "critic", more: str = "", **texts: Any) -> About:
@@ -360,7 +360,7 @@ ABOUTS: dict[type, About] = {
         response_formula=r"\frac{L_i}{\sum{L}}",
         words="mean over tokens of",
         response_words="length-weighted mean over responses of",
-        denominator=f"ΣL, the unmasked tokens of all scored responses, {COUNTED}.",
+        denominator=f"ΣL, the unmasked tokens of all scored responses, {TOOL_COUNT_NAMES}.",
         trl='loss_type="dapo" (the default): tokens of the whole generation batch; "bnpo": of the local micro-batch.',
         verl="token-mean (the default), over the tokens of the global mini-batch.",
     ),
@@ -369,7 +369,7 @@ ABOUTS: dict[type, About] = {
         response_formula=r"\frac{1}{N}",
         words="mean over responses of the token mean of",
         response_words="mean over responses of",
-        denominator=f"N responses, and for each its own L_i unmasked tokens; N is {COUNTED}.",
+        denominator=f"N responses, and for each its own L_i unmasked tokens; N is {TOOL_COUNT_NAMES}.",
         trl='loss_type="grpo"; the mean is taken in each micro-batch, so their sizes matter.',
         verl="seq-mean-token-mean.",
     ),
@@ -378,7 +378,7 @@ ABOUTS: dict[type, About] = {
         response_formula=r"\frac{L_i}{N}",
         words="mean over responses of the token sum of",
         response_words="mean over responses of the length times",
-        denominator=f"N, the scored responses, {COUNTED}. No length divides.",
+        denominator=f"N, the scored responses, {TOOL_COUNT_NAMES}. No length divides.",
         gradient="exact",
         trl='loss_type="luspo" sums tokens and averages responses.',
         verl="seq-mean-token-sum.",
@@ -389,7 +389,7 @@ ABOUTS: dict[type, About] = {
         words="mean over responses of the token sum over the length limit of",
         response_words="mean over responses of the length over its limit times",
         denominator="N responses times L_max, the generation limit (never the padded width, and one for all rows, even "
-        f"where --limit-column gives them limits of their own); N is {COUNTED}.",
+        f"where --limit-column gives them limits of their own); N is {TOOL_COUNT_NAMES}.",
         gradient="scaled",
         trl='loss_type="dr_grpo", over max_completion_length.',
         verl="seq-mean-token-sum-norm, over loss_scale_factor; that is unset by default, and then the padded width.",

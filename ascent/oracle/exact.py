@@ -22,7 +22,7 @@ from ascent.core.loop import total_reward
 from ascent.core.types import Batch, Outputs, Prompts, Rollouts, Scores, Space, per_token_reward, reward_to_go, to_batch
 from ascent.core.update import Adam
 from ascent.models.small_policies import Policy
-from ascent.rollout.small_sampler import SmallSampler
+from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.training.small_learner import SmallLearner, action_logprobs, log_probs
 
 MOST_RESPONSES = 50_000
@@ -326,7 +326,7 @@ class Table:
             )
         missing = needs.difference(self._fields)
         if "reward_greedy" in missing:
-            sampler = SmallSampler(self.sampler, self.batch.temperature, torch.Generator())
+            sampler = SmallPolicyEngine(self.sampler, self.batch.temperature, torch.Generator())
             reward = _scored(self.task, sampler.generate(Prompts.of(self.batch.prompt), 1, greedy=True)).reward
             self._fields["reward_greedy"] = reward.sum(-1, keepdim=True).to(self.batch.reward.dtype)
         if "value" in missing:

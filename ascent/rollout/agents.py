@@ -26,7 +26,7 @@ from ascent.environments.agents import Agent, AgentResult, Assignment, make_agen
 from ascent.environments.chat_session import ChatRenderer, Session
 from ascent.inference.request_queue import RecordedConversation, RequestQueue
 from ascent.processes.supervisor import START_SECONDS, Limits
-from ascent.rollout.conversations import FAILED, PlayedTask, count_cut
+from ascent.rollout.conversations import FAILED_PREFIX, ConversationTask, count_truncated_turns
 from ascent.server.connections import bind, configure
 from ascent.server.endpoint import Endpoint, EndpointConnection
 from ascent.server.open_sessions import OpenSession, SessionSettings
@@ -76,7 +76,7 @@ class EpisodeNote(str):
 
 
 @dataclass
-class AgentPlayer:
+class AgentSessionFactory:
     """Everything that the episodes of a task share. Called, it begins those of some prompts."""
 
     agent: Agent
@@ -94,9 +94,9 @@ class AgentPlayer:
 
     def __call__(
         self, prompts: Prompts, samples: int, seeds: list[int], problems: Sequence[Problem] | None = None
-    ) -> "AgentEpisodes":
+    ) -> "AgentSessions":
         every = problems or [self.problem(prompts, place) for place in range(len(prompts))]
-        return AgentEpisodes(self, every, samples, seeds)
+        return AgentSessions(self, every, samples, seeds)
 
     def listen(self, queue: RequestQueue) -> tuple[Endpoint, str]:
         """The endpoint, which hands its turns to this desk, and its address."""
@@ -113,10 +113,10 @@ class AgentPlayer:
             self.server = self.endpoint = None
 
 
-class AgentEpisodes:
+class AgentSessions:
     """The episodes of one call of a sampler."""
 
-    def __init__(self, player: AgentPlayer, problems: Sequence[Problem], samples: int, seeds: list[int]):
+    def __init__(self, player: AgentSessionFactory, problems: Sequence[Problem], samples: int, seeds: list[int]):
         self.player, self.problems, self.samples, self.seeds = player, problems, samples, seeds
         self.queue, self.longest = RequestQueue(len(seeds)), player.rules.max_prompt_tokens
         self.keys: list[str] = []
@@ -200,7 +200,7 @@ class AgentEpisodes:
             notes.append(
                 "asked for and not used: " + ", ".join(f"{k} {v}" for k, v in session.ignored_settings.items())
             )
-        notes += [f"{FAILED}{error}"] if error else []
+        notes += [f"{FAILED_PREFIX}{error}"] if error else []
         note = EpisodeNote(f"turn {max(session.num_turns, 1)}: {'; '.join(notes)}" if notes else "", outcome)
         truncated = bool(live.limit_reached) or not session.ended
         tokens = (session.response, session.sampled, session.logp, session.kept_mass, session.turn, session.waited)
@@ -215,7 +215,7 @@ class AgentEpisodes:
             self._thread.join(GRACE)
 
 
-class AgentTask(PlayedTask):
+class AgentTask(ConversationTask):
     """A bound task whose responses are sessions of agents."""
 
     def score(self, rollouts: Rollouts) -> Scores:
@@ -252,13 +252,13 @@ class AgentTask(PlayedTask):
         turns = torch.where(rollouts.mask, rollouts.turn + 1, 0).amax(-1).float()
         return {
             "turns": turns,
-            "turns/cut": count_cut(rollouts),
+            "turns/cut": count_truncated_turns(rollouts),
             "time/environment": rollouts.environment_seconds.sum(-1),
             **values,
         }
 
 
-def play_agents(task: Any, model: Any, bound: Any) -> Any:
+def bind_agents(task: Any, model: Any, bound: Any) -> Any:
     """A text task, bound to a language model, whose responses are agents' sessions."""
     writer = ChatRenderer(copy.deepcopy(model.tokenizer), model.ends)  # another thread asks the model's own for words
 
@@ -278,5 +278,5 @@ def play_agents(task: Any, model: Any, bound: Any) -> Any:
     limits = Limits(task.agent_seconds, task.reward_memory, task.reward_env)
     agent = make_agent(task.agent, limits, task.turn_workers)
     how = (task.agent_seconds, task.turn_workers)
-    player = AgentPlayer(agent, problem, bound.messages, writer, rules, model.vocab, *how)
+    player = AgentSessionFactory(agent, problem, bound.messages, writer, rules, model.vocab, *how)
     return AgentTask(bound, player, words=True)

@@ -20,7 +20,7 @@ from ascent.environments.chat_templates import ChatTemplate, as_messages
 from ascent.environments.episode_pool import EpisodePool, InProcessEpisodePool, Reply
 from ascent.environments.episode_process import Source
 from ascent.environments.tool_chat import ToolChat
-from ascent.environments.tools import COUNTED, Tools, load_tool, prepare_tools, read_counts, schemas_of
+from ascent.environments.tools import TOOL_COUNT_NAMES, Tools, load_tool, parse_tool_counts, prepare_tools, schemas_of
 from ascent.processes.supervisor import Limits
 from ascent.sandbox.sandboxed_reward import SandboxSettings
 from ascent.tasks.base import BoundBase
@@ -28,9 +28,9 @@ from ascent.tasks.environment import Step
 from ascent.tasks.python_objects import PREFIX, pickled
 from ascent.tasks.text.text_task import TEXTARENA, Message, Problem
 
-CUT, FAILED = "cut off at ", "failed: "
+TRUNCATED_PREFIX, FAILED_PREFIX = "cut off at ", "failed: "
 """How notes begin: of a turn that its limit of tokens ended, and of one whose environment failed."""
-OUT_OF_TURNS = re.compile(r"the limit of \d+ turns")
+TURN_LIMIT_PATTERN = re.compile(r"the limit of \d+ turns")
 """What the note on a response says that --max-turns truncated."""
 GLANCE = 1.0
 """Seconds of one wait for environments; those that miss their own deadline answer with an error."""
@@ -38,7 +38,7 @@ OPENINGS = 10_000
 """Openings of environments that are remembered."""
 
 
-class PlayerPool(Protocol):
+class EnvironmentPool(Protocol):
     """Where environments run: in this process, or each in its own."""
 
     def begin(self, episode: int, problem: Problem, shared: int, own: int) -> None: ...
@@ -49,10 +49,10 @@ class PlayerPool(Protocol):
 
 
 @dataclass
-class Player:
+class ConversationFactory:
     """Everything that the episodes of a task share. Called, it begins those of some prompts."""
 
-    pool: PlayerPool
+    pool: EnvironmentPool
     problem: Callable[[Any, int], Problem]
     """The problem at a place of a batch of prompts."""
     words: Callable[[list[int], list[int]], str]
@@ -101,7 +101,7 @@ class Player:
             return known
         episode = self.numbered
         self.numbered += 1
-        self.pool.begin(episode, problem, shared_seed(problem), 0)
+        self.pool.begin(episode, problem, problem_seed(problem), 0)
         while not (replies := self.replies(range(episode, episode + 1), GLANCE)):
             pass  # its own deadline is a reply too
         self.end([episode])
@@ -126,7 +126,7 @@ class Player:
         self.pool.close()
 
 
-def shared_seed(problem: Problem) -> int:
+def problem_seed(problem: Problem) -> int:
     """The seed of what all responses to a problem have in common: the same in every run."""
     return int.from_bytes(hashlib.sha256(repr((problem.prompt, problem.answer)).encode()).digest()[:8])
 
@@ -145,7 +145,9 @@ class TurnReply(NamedTuple):
 class Conversations:
     """The episodes of one call of a sampler (`engines.turns.Episodes`)."""
 
-    def __init__(self, player: Player, problems: Sequence[Problem], prompts: Prompts, seeds: list[int], first: int):
+    def __init__(
+        self, player: ConversationFactory, problems: Sequence[Problem], prompts: Prompts, seeds: list[int], first: int
+    ):
         self.player, self.problems, self.seeds, self.first = player, problems, seeds, first
         self.samples = len(seeds) // len(problems)
         self.episodes = range(first, first + len(seeds))
@@ -171,7 +173,7 @@ class Conversations:
         problem, episode = self.problems[response // self.samples], self.first + response
         if (why := self.player.unopened.get(repr(problem))) is not None:
             return self.player.mail.append(Reply(episode, None, why, 0.0))
-        self.player.pool.begin(episode, problem, shared_seed(problem), self.seeds[response])
+        self.player.pool.begin(episode, problem, problem_seed(problem), self.seeds[response])
 
     def _step(self, response: int) -> None:
         words = self.player.words(self.latest[response], self.before[response])
@@ -202,7 +204,7 @@ class Conversations:
             reward, more, limit = step.reward, not step.done, self.player.turn_tokens
             notes = [step.reason] if step.reason else []
             if self.player.ends and 0 < limit <= len(turn) and turn[-1] not in self.player.ends:
-                notes.append(f"{CUT}{limit} tokens")
+                notes.append(f"{TRUNCATED_PREFIX}{limit} tokens")
             if more and self.turns[response] == most:
                 more, cut, notes = False, True, [*notes, f"the limit of {most} turns"]
             note = "; ".join(notes)
@@ -215,7 +217,7 @@ class Conversations:
         if not tokens:
             self.player.end([reply.episode])
         name = f"turn {self.turns[response]}: "
-        error = None if error is None else f"{name}{FAILED}{error}"
+        error = None if error is None else f"{name}{FAILED_PREFIX}{error}"
         return TurnReply(tokens, reward, error, f"{name}{note}" if note else "", self.seconds.pop(response), cut)
 
     def _observe(self, response: int, step: Step, turn: list[int]) -> list[int]:
@@ -230,7 +232,7 @@ class Conversations:
         self.player.end([self.first + response for response in self.turns])
 
 
-class PlayedTask(BoundBase):
+class ConversationTask(BoundBase):
     """A bound task whose prompts bring what answers the turns of their responses."""
 
     def __init__(self, task: Any, player: Any, words: bool):
@@ -261,9 +263,15 @@ class PlayedTask(BoundBase):
         if rollouts.turn is None:
             return scores
         turns = torch.where(rollouts.mask, rollouts.turn + 1, 0).amax(-1).to(scores.reward.dtype)
-        measures, correct = {**scores.measures, "turns": turns, **count_calls(rollouts.notes, turns)}, scores.correct
+        measures, correct = (
+            {**scores.measures, "turns": turns, **count_tool_calls(rollouts.notes, turns)},
+            scores.correct,
+        )
         if self.in_words and rollouts.notes is not None and rollouts.environment_seconds is not None:
-            measures |= {"turns/cut": count_cut(rollouts), "time/environment": rollouts.environment_seconds.sum(-1)}
+            measures |= {
+                "turns/cut": count_truncated_turns(rollouts),
+                "time/environment": rollouts.environment_seconds.sum(-1),
+            }
         if self.in_words and correct is not None and rollouts.reward is not None:
             unanswered = [self.player.problem(rollouts, place).answer is None for place in range(len(rollouts.prompt))]
             earned = scores.reward.sum(-1) + rollouts.reward.sum(-1) > 1 - 1e-5
@@ -276,41 +284,44 @@ class PlayedTask(BoundBase):
         self.task.close()
 
 
-def count_cut(rollouts: Rollouts) -> torch.Tensor:
+def count_truncated_turns(rollouts: Rollouts) -> torch.Tensor:
     """Turns of each response that a limit of tokens cut off: those that notes name, and the last of a truncated one."""
     assert rollouts.notes is not None
     notes, last = list(rollouts.notes.flat), rollouts.truncated.flatten().tolist()
-    cut = [note.count(CUT) + (end and not OUT_OF_TURNS.search(note)) for note, end in zip(notes, last, strict=True)]
+    cut = [
+        note.count(TRUNCATED_PREFIX) + (end and not TURN_LIMIT_PATTERN.search(note))
+        for note, end in zip(notes, last, strict=True)
+    ]
     return torch.tensor(cut, dtype=torch.float32).view(rollouts.truncated.shape)
 
 
-def count_calls(notes: Any, like: torch.Tensor) -> dict[str, torch.Tensor]:
+def count_tool_calls(notes: Any, like: torch.Tensor) -> dict[str, torch.Tensor]:
     """Calls of tools in each response, and those of them that went wrong, where its notes have such counts."""
     if notes is None:
         return {}
     counted = [Counter[str]() for _ in notes.flat]
     for counts, note in zip(counted, notes.flat, strict=True):
         for part in note.split("; "):
-            counts.update(read_counts(part.partition(": ")[2]))
-    names = [name for name in COUNTED if any(name in counts for counts in counted)]
+            counts.update(parse_tool_counts(part.partition(": ")[2]))
+    names = [name for name in TOOL_COUNT_NAMES if any(name in counts for counts in counted)]
     return {f"tools/{name}": like.new_tensor([counts[name] for counts in counted]).view(like.shape) for name in names}
 
 
-def play_small(task: Any) -> Any:
+def bind_small_environment(task: Any) -> Any:
     """A bound small task with its environment, if it has one: actions and observations are numbers in words."""
     if task.episode() is None:
         return task
-    player = Player(
+    player = ConversationFactory(
         InProcessEpisodePool(task.episode),
         task.problem,
         words=lambda turn, _: " ".join(map(str, turn)),
         tokens=lambda step, *_: [int(number) for number in str(step.observation).split()],
         turn_tokens=task.turn_tokens,
     )
-    return PlayedTask(task, player, words=False)
+    return ConversationTask(task, player, words=False)
 
 
-def play_text(task: Any, model: Any, bind: Callable[[Any], Any]) -> Any:
+def bind_text_environment(task: Any, model: Any, bind: Callable[[Any], Any]) -> Any:
     """A text task bound to a language model by `bind`, which takes an encoder; with its tools or its environment.
 
     Tools are in the prompt, so that it is the encoder's to write them there.
@@ -322,15 +333,15 @@ def play_text(task: Any, model: Any, bind: Callable[[Any], Any]) -> Any:
         functions = [load_tool(source) for source in task.tools]
         chat = ToolChat(model.tokenizer, schemas_of(functions), model.ends)
         bound, template = bind(PromptEncoder(model, chat.render_prompt)), chat.template
-        source = tools_source(task.tools, functions, chat, task.tool_sandbox)
+        source = make_tools_source(task.tools, functions, chat, task.tool_sandbox)
     else:
         bound, template = bind(model), ChatTemplate(model.tokenizer, (), model.ends)
-        source = environment_source(task.environment)
+        source = make_environment_source(task.environment)
 
     def problem(prompts: Any, place: int) -> Problem:
         return bound.problem(int(prompts.problem[place]))
 
-    player = Player(
+    player = ConversationFactory(
         EpisodePool(source, limits, task.turn_workers),
         problem,
         words=chat.decode_turn if task.tools else lambda turn, _: bound.words(turn),
@@ -345,7 +356,7 @@ def play_text(task: Any, model: Any, bind: Callable[[Any], Any]) -> Any:
     )
     if task.environment:
         bound.opening = player.opening
-    return PlayedTask(bound, player, words=True)
+    return ConversationTask(bound, player, words=True)
 
 
 class PromptEncoder:
@@ -358,7 +369,9 @@ class PromptEncoder:
         return getattr(self.encoder, name)
 
 
-def tools_source(sources: Sequence[str], functions: Sequence[Any], chat: ToolChat, sandbox: SandboxSettings) -> Source:
+def make_tools_source(
+    sources: Sequence[str], functions: Sequence[Any], chat: ToolChat, sandbox: SandboxSettings
+) -> Source:
     """Where the processes of episodes find the tools: in their files, or sent with what they hold."""
     schemas, form = list(chat.schemas), chat.format.name
     if any(source.startswith(PREFIX) for source in sources):
@@ -371,7 +384,7 @@ def tools_source(sources: Sequence[str], functions: Sequence[Any], chat: ToolCha
     return Source("ascent.environments.tools:make_tools", settings)
 
 
-def environment_source(source: str) -> Source:
+def make_environment_source(source: str) -> Source:
     """Where they find an environment: a game of textarena, or one of the user's own."""
     if source.startswith(TEXTARENA):
         return Source("ascent.environments.textarena_games:TextarenaGame", {"game": source.removeprefix(TEXTARENA)})

@@ -13,9 +13,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ascent.environments.tools import COUNTED, read_counts
+from ascent.environments.tools import TOOL_COUNT_NAMES, parse_tool_counts
 from ascent.rewards.tokenized_task import observed_words
-from ascent.rollout.conversations import CUT, FAILED, OUT_OF_TURNS
+from ascent.rollout.conversations import FAILED_PREFIX, TRUNCATED_PREFIX, TURN_LIMIT_PATTERN
 from ascent.runs.display.terminal import printable, width
 
 TURN_REWARD, TURN_SECONDS = OF_TURNS = ("turn_reward", "time/turns")
@@ -68,7 +68,7 @@ def conversation(row: Mapping[str, Any]) -> list[Speech]:
     mask, notes = drawn_tokens(row) or [True] * len(turn), notes_of(row)
     credit = row.get("advantage") or []
     credit = credit * len(turn) if len(credit) == 1 else credit
-    answers = TOOL if any(read_counts(note) for note in notes.values()) else ENVIRONMENT
+    answers = TOOL if any(parse_tool_counts(note) for note in notes.values()) else ENVIRONMENT
     speeches, start = list[Speech](), 0
     for end in range(1, len(turn) + 1):
         if end < len(turn) and mask[end] == mask[start] and (turn[end] == turn[start] or not mask[start]):
@@ -102,15 +102,15 @@ def notes_of(row: Mapping[str, Any]) -> dict[int, str]:
 
 def environment_failed(reason: str) -> bool:
     """Does this reason say that the environment of a response failed?"""
-    return any(note.startswith(FAILED) for note in notes_of({"reason": reason}).values())
+    return any(note.startswith(FAILED_PREFIX) for note in notes_of({"reason": reason}).values())
 
 
 def ending(row: Mapping[str, Any], speeches: Sequence[Speech]) -> str:
     """Why a conversation ended, in words."""
     last = next((speech for speech in reversed(speeches) if speech.who == POLICY), None)
     notes = last.note.split("; ") if last and last.note else []
-    said = [part for part in notes if not (read_counts(part) or part.startswith(CUT))]
-    out_of_turns = any(OUT_OF_TURNS.search(part) for part in said)
+    said = [part for part in notes if not (parse_tool_counts(part) or part.startswith(TRUNCATED_PREFIX))]
+    out_of_turns = any(TURN_LIMIT_PATTERN.search(part) for part in said)
     if row.get("truncated") is True and row.get("status") != "failed" and not out_of_turns:
         said.insert(0, "a limit of tokens")
     return "; ".join(said) or "its environment ended it"
@@ -141,13 +141,13 @@ def speech_lines(who: str, text: str, colour: bool) -> list[str]:
 
 def counts_of(note: str) -> dict[str, int]:
     """The calls of a turn, by its note; empty where there are none."""
-    return read_counts(note.split("; ")[0])
+    return parse_tool_counts(note.split("; ")[0])
 
 
 def calls_words(counts: Mapping[str, int]) -> str:
     """3 calls (1 unparsed)."""
     calls = counts.get("calls", 0)
-    wrong = [f"{counts[name]} {name}" for name in COUNTED[1:] if counts.get(name)]
+    wrong = [f"{counts[name]} {name}" for name in TOOL_COUNT_NAMES[1:] if counts.get(name)]
     return f"{calls} {'call' if calls == 1 else 'calls'}" + (f" ({', '.join(wrong)})" if wrong else "")
 
 
@@ -157,7 +157,7 @@ def turn_words(speech: Speech) -> str:
     said += [f"reward {speech.reward:.3g}"] if speech.reward is not None else []
     said += [f"δ {speech.advantage:+.3f}"] if speech.advantage is not None else []
     said += [f"answered in {speech.seconds:.2g} s"] if speech.seconds is not None and speech.seconds >= WAITED else []
-    said += [part for part in speech.note.split("; ") if part.startswith(CUT)]
+    said += [part for part in speech.note.split("; ") if part.startswith(TRUNCATED_PREFIX)]
     said += [calls_words(counts)] if (counts := counts_of(speech.note)) else []
     return ", ".join(said)
 

@@ -28,7 +28,7 @@ from ascent.inference.occupancy import OccupancyTimeline
 from ascent.models import Transformer
 from ascent.rewards.small_task import BoundSmallTask
 from ascent.rollout.delegating_engine import DelegatingEngine
-from ascent.rollout.small_sampler import SmallSampler
+from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.runs.run_info import run_label
 from ascent.settings import configure
 from ascent.tasks.small.sorting import Sort
@@ -393,7 +393,7 @@ def test_a_reward_model_of_a_small_policy_learns_from_the_pairs_of_its_task(tmp_
 def test_offline_data_has_its_own_number_of_responses_and_the_version_that_was_loaded() -> None:
     policy = policy_of(TINY, ENDED)
     prompts = Prompts.of(prompts_of(ENDED, 3))
-    sampler = OfflineEngine(lambda asked: SmallSampler(policy, 1.0, torch.Generator()).generate(asked, 2))
+    sampler = OfflineEngine(lambda asked: SmallPolicyEngine(policy, 1.0, torch.Generator()).generate(asked, 2))
     sampler.load({}, 5)
     rollouts = sampler.generate(prompts, 2)
     assert rollouts.version.shape == (3, 2, 1) and bool((rollouts.version == 5).all())

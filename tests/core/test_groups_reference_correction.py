@@ -37,7 +37,7 @@ from ascent.core.reference import Every, Frozen, MovingAverage, NoReference
 from ascent.core.types import Batch, Outputs, Prompts, Rollouts, Scores
 from ascent.core.weights import SequenceMean
 from ascent.models import PerPosition
-from ascent.rollout.small_sampler import SmallSampler
+from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.settings import configure
 from ascent.tasks.small.sorting import Sort
 
@@ -88,7 +88,7 @@ def drawn(signal: set[int], rounds: int, prompts: int = 3, **more: Any) -> tuple
     dynamic = {"algorithm": "dapo", "groups.rounds": rounds, "prompts": prompts, "samples": 2}
     config = configure(task, dynamic, more)
     policy = policy_of(TINY, task.space)
-    sampler = SmallSampler(policy, 1.0, torch.Generator().manual_seed(0))
+    sampler = SmallPolicyEngine(policy, 1.0, torch.Generator().manual_seed(0))
     return collect(task, sampler, config.algorithm, config, torch.Generator().manual_seed(0), PhaseTimer())
 
 
@@ -149,7 +149,7 @@ class NoRecords:
         return False
 
 
-def run(config: Config, seed: int = 0, sampler_class: type = SmallSampler) -> tuple[NoRecords, Any]:
+def run(config: Config, seed: int = 0, sampler_class: type = SmallPolicyEngine) -> tuple[NoRecords, Any]:
     """A run in this process, with nothing written down."""
     streams = Streams(seed)
     policy = config.policy(config.task.space, streams.sampling)
@@ -409,7 +409,7 @@ def test_a_run_in_which_everything_is_masked_goes_on_and_says_so(minibatches: in
     assert all(bool(p.isfinite().all()) for p in learner.trainable())
 
 
-class Off(SmallSampler):
+class Off(SmallPolicyEngine):
     """It says that its tokens are a little more likely than they are."""
 
     def generate(self, *args: Any, **more: Any) -> Rollouts:
@@ -545,7 +545,7 @@ def test_a_stale_sampler_is_measured() -> None:
     learner = learner_of(policy, config.algorithm)
     stale = config.policy(config.task.space, torch.Generator().manual_seed(7))
 
-    class Stale(SmallSampler):
+    class Stale(SmallPolicyEngine):
         def load(self, params: dict[str, Tensor], version: int) -> None:
             self.version = version
 
@@ -564,7 +564,15 @@ def test_needs_that_nobody_fills_are_refused() -> None:
     learner.provides = frozenset()
     with pytest.raises(ConfigError, match="need score_norm"):
         list(
-            train(config, config.task, SmallSampler(policy, 1.0, streams.sampling), learner, NoRecords(), streams, dict)
+            train(
+                config,
+                config.task,
+                SmallPolicyEngine(policy, 1.0, streams.sampling),
+                learner,
+                NoRecords(),
+                streams,
+                dict,
+            )
         )
 
 
@@ -582,7 +590,7 @@ def test_what_a_sampler_leaves_in_its_padding_never_matters(row: str) -> None:
     config = configure("sort", {**settings, **shaping, "end": True, "policy.width": 8, "policy.heads": 2})
 
     def numbers(garbage: float) -> tuple[list[dict[str, float]], Tensor]:
-        class Untidy(SmallSampler):
+        class Untidy(SmallPolicyEngine):
             def generate(self, prompts: Prompts, samples: int, greedy: bool = False, **more: int | None) -> Rollouts:
                 rollouts = super().generate(prompts, samples, greedy, **more)
                 assert greedy or not bool(rollouts.mask.all())

@@ -41,7 +41,7 @@ from ascent.core.losses import LOSSES, Clipped, LogProb, Ratio
 from ascent.core.reference import Frozen
 from ascent.core.types import Batch, Outputs, Prompts, Rollouts, Streams, Terms
 from ascent.core.weights import WEIGHTS, SequenceMean
-from ascent.rollout.small_sampler import SmallSampler
+from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.settings import configure
 
 ONE = torch.ones(1, 1, 1, dtype=torch.bool)
@@ -324,7 +324,7 @@ def test_every_row_with_a_kl_in_its_reward_takes_k1() -> None:
 # ---- a mask made from id != pad ---------------------------------------------------------------------
 
 
-class MaskFromIds(SmallSampler):
+class MaskFromIds(SmallPolicyEngine):
     """Pad and end are one id, and the mask is where the response is not pad."""
 
     def generate(self, prompts: Prompts, samples: int, greedy: bool = False, **more: int | None) -> Rollouts:
@@ -349,7 +349,7 @@ def check_the_end_token_is_learned(sampler_class: type) -> None:
 
 
 def test_mask_from_pad_ids_never_learns_the_end_token() -> None:
-    check_the_end_token_is_learned(SmallSampler)
+    check_the_end_token_is_learned(SmallPolicyEngine)
     with pytest.raises(AssertionError):
         check_the_end_token_is_learned(MaskFromIds)
 
@@ -550,7 +550,7 @@ def steps(begin: int, saved: tuple[Any, Any, Any] | None, forget: str) -> tuple[
         state = {k: v for k, v in config.algorithm.initial_state().items() if k == forget} | {
             k: v for k, v in state.items() if k != forget
         }
-    sampler = SmallSampler(policy, config.temperature, streams.sampling)
+    sampler = SmallPolicyEngine(policy, config.temperature, streams.sampling)
     memory = Memory()
     list(train(config, config.task, sampler, learner, memory, streams, dict, begin, state))
     return memory, [p.detach().clone() for p in learner.trainable()]

@@ -22,11 +22,11 @@ from ascent.core.groups import NoShaping
 from ascent.core.loop import PhaseTimer, collect
 from ascent.core.protocols import FinishedRollouts
 from ascent.core.types import Batch, Prompts, Rollouts, Scores
-from ascent.rollout.small_sampler import SmallSampler
+from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.tasks.small.sorting import Sort
 
 
-class Elsewhere(SmallSampler):
+class Elsewhere(SmallPolicyEngine):
     """Draws whole tickets as ever, but hands the groups over one by one, the last first; `late` ones never."""
 
     late: tuple[int, ...] = ()
@@ -74,7 +74,7 @@ def same(one: Batch, other: Batch) -> None:
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo", "reinforce"])
 def test_groups_out_of_order_are_put_in_their_place(algorithm: str) -> None:
-    (here, numbers), scored_here = collected(SmallSampler, algorithm), list(SCORED)
+    (here, numbers), scored_here = collected(SmallPolicyEngine, algorithm), list(SCORED)
     (there, others), scored_there = collected(Elsewhere, algorithm), list(SCORED)
     same(here, there)
     assert numbers == others
@@ -100,14 +100,14 @@ def test_what_a_step_draws_again_moves_no_other_stream() -> None:
         row = replace(ALGORITHMS[algorithm], shaping=NoShaping())
         config = Config(task, TINY, row, prompts=12, samples=2, seed=7)
         prompts, responses = torch.Generator().manual_seed(2), torch.Generator().manual_seed(1)
-        _, metrics = collect(task, SmallSampler(policy, 1.0, responses), row, config, prompts, PhaseTimer(), 3)
+        _, metrics = collect(task, SmallPolicyEngine(policy, 1.0, responses), row, config, prompts, PhaseTimer(), 3)
         states.append((prompts.get_state(), responses.get_state(), metrics["num_responses"]))
     assert states[1][2] > states[0][2], "dynamic sampling has drawn again"
     assert torch.equal(states[0][0], states[1][0]) and torch.equal(states[0][1], states[1][1])
 
 
 def test_redraws_are_keyed_by_seed_step_and_round() -> None:
-    drawn = [collected(SmallSampler, "dapo", step)[0] for step in (3, 3, 4)]
+    drawn = [collected(SmallPolicyEngine, "dapo", step)[0] for step in (3, 3, 4)]
     same(drawn[0], drawn[1])
     assert drawn[0].response.shape != drawn[2].response.shape or not torch.equal(drawn[0].response, drawn[2].response)
 
@@ -118,7 +118,7 @@ def test_a_seed_alone_decides_what_is_drawn() -> None:
         TINY(task.space, torch.Generator().manual_seed(0)),
         Prompts.of(torch.zeros(4, 3, dtype=torch.long)),
     )
-    one, other = (SmallSampler(policy, 1.0, torch.Generator().manual_seed(s)) for s in (1, 2))
+    one, other = (SmallPolicyEngine(policy, 1.0, torch.Generator().manual_seed(s)) for s in (1, 2))
     assert torch.equal(one.generate(prompts, 6, seed=9).response, other.generate(prompts, 6, seed=9).response)
     assert not torch.equal(one.generate(prompts, 6, seed=9).response, one.generate(prompts, 6, seed=10).response)
 
@@ -142,7 +142,7 @@ def test_a_failed_greedy_baseline_takes_its_group_out_and_its_padding_earns_noth
 
     def collected(limit: float) -> tuple[Batch, dict[str, Any]]:
         config = Config(task, TINY, row, prompts=5, samples=3, max_reward_errors=limit)
-        sampler = SmallSampler(policy, 1.0, torch.Generator().manual_seed(1))
+        sampler = SmallPolicyEngine(policy, 1.0, torch.Generator().manual_seed(1))
         return collect(task, sampler, row, config, torch.Generator().manual_seed(2), PhaseTimer())
 
     batch, metrics = collected(limit=0.5)

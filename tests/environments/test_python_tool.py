@@ -17,7 +17,7 @@ from ascent.environments import python_tool
 from ascent.environments.episode_pool import EpisodePool, Reply
 from ascent.environments.tools import Tools, load_tool, schemas_of
 from ascent.processes.supervisor import Limits
-from ascent.rollout.conversations import tools_source
+from ascent.rollout.conversations import make_tools_source
 from ascent.sandbox.escape_tests import ATTEMPTS, Result
 from ascent.sandbox.isolation import IsolationError, Walls
 from ascent.sandbox.sandbox import SandboxError
@@ -92,7 +92,7 @@ def test_episodes_in_processes_share_one_warm_sandbox(sources: list[str]) -> Non
 
     functions = [load_tool("python"), double][: len(sources)]
     chat: Any = SimpleNamespace(schemas=schemas_of(functions), format=SimpleNamespace(name="plain"))
-    pool = EpisodePool(tools_source(sources, functions, chat, SETTINGS), Limits(60.0, 4.0))
+    pool = EpisodePool(make_tools_source(sources, functions, chat, SETTINGS), Limits(60.0, 4.0))
 
     def replies(count: int) -> dict[int, Reply]:
         found: dict[int, Reply] = {}

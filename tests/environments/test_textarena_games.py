@@ -13,7 +13,7 @@ from ascent.core.errors import ConfigError
 from ascent.environments.episode_pool import EpisodePool, Reply
 from ascent.environments.episode_process import Source
 from ascent.processes.supervisor import Limits
-from ascent.rollout.conversations import environment_source
+from ascent.rollout.conversations import make_environment_source
 from ascent.settings import configure, flatten
 from ascent.tasks.text.table_tasks import Jsonl
 from ascent.tasks.text.text_task import Problem, TextTask
@@ -150,7 +150,7 @@ def test_the_task_is_a_number_of_a_game_and_its_environment() -> None:
     assert configure(flat.pop("task"), flat) == config
     config.task.verify()
     assert config.task.train(3) == config.task.train(3) != config.task.train(4)
-    assert environment_source(config.task.environment) == Source(
+    assert make_environment_source(config.task.environment) == Source(
         "ascent.environments.textarena_games:TextarenaGame", {"game": "Nim"}
     )
     with pytest.raises(ConfigError, match="the game answers the turns"):

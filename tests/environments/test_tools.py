@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ascent.core.errors import ConfigError
 from ascent.environments.calculator import calculator
 from ascent.environments.tool_call_formats import FORMATS
-from ascent.environments.tools import Tools, load_tool, read_counts, schema_of, schemas_of, wrong_arguments
+from ascent.environments.tools import Tools, load_tool, parse_tool_counts, schema_of, schemas_of, wrong_arguments
 from ascent.tasks.text.text_task import Problem
 from ascent.tasks.tool_sources import tool_sources
 
@@ -150,7 +150,7 @@ def test_calls_are_run_in_order_and_each_has_a_message() -> None:
 
 def test_a_turn_without_a_call_ends_the_episode() -> None:
     step = tools().step("It is 12.")
-    assert step.done and step.observation == "" and read_counts(step.reason) == {}
+    assert step.done and step.observation == "" and parse_tool_counts(step.reason) == {}
 
 
 def test_ids_of_calls_come_back() -> None:
@@ -202,13 +202,13 @@ def test_several_results_of_the_plain_format_are_one_message() -> None:
 def test_calls_are_counted() -> None:
     episode = tools()
     first = episode.step('<call>slow {"x": 1}</call><call>slow {"x": 1}</call><call>slow {}</call><call>slow {</call>')
-    assert read_counts(first.reason) == {"calls": 4, "unparsed": 1, "failed": 1, "repeated": 1}
+    assert parse_tool_counts(first.reason) == {"calls": 4, "unparsed": 1, "failed": 1, "repeated": 1}
     second = episode.step('<call>slow { "x" : 1 }</call>')
-    assert read_counts(second.reason)["repeated"] == 1
+    assert parse_tool_counts(second.reason)["repeated"] == 1
     assert dict(episode.counts) == {"calls": 5, "unparsed": 1, "failed": 1, "repeated": 2}
     episode.begin(Problem("x"), random.Random(0))
-    assert not episode.counts and read_counts(episode.step('<call>slow {"x": 1}</call>').reason)["repeated"] == 0
-    assert read_counts("a turn without a call") == {}
+    assert not episode.counts and parse_tool_counts(episode.step('<call>slow {"x": 1}</call>').reason)["repeated"] == 0
+    assert parse_tool_counts("a turn without a call") == {}
     episode.close()
 
 

@@ -23,7 +23,7 @@ from ascent.inference.engine import LocalEngine
 from ascent.inference.runners.cuda_graph import graph_decoder
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
-from ascent.rollout.small_sampler import SmallSampler
+from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.runs.batch_serialization import pack_rollouts, unpack_rollouts
 from ascent.runs.untrusted_files import naming_file
 from ascent.settings import configure
@@ -297,7 +297,9 @@ def test_without_sampling_ahead_a_checkpoint_is_as_it_was(tmp_path: Path) -> Non
     ids=["step", "field", "kind"],
 )
 def test_a_damaged_ticket_is_refused(odd: dict[str, Any]) -> None:
-    sampler = SmallSampler(TINY(Sort().space, torch.Generator().manual_seed(0)), 1.0, torch.Generator().manual_seed(1))
+    sampler = SmallPolicyEngine(
+        TINY(Sort().space, torch.Generator().manual_seed(0)), 1.0, torch.Generator().manual_seed(1)
+    )
     sampler.submit([RolloutRequest(3, Sort().held_out(2), 2)])
     list(sampler.iter_finished(2, 1.0))
     tensors, plain = pack_rollouts(sampler.pending)

@@ -16,7 +16,7 @@ from ascent.core.errors import ConfigError
 from ascent.core.reference import Frozen
 from ascent.core.types import Prompts, Space
 from ascent.models import POLICIES, CausalLM, PerPosition, Policy, Transformer
-from ascent.rollout.small_sampler import SmallSampler
+from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.training.small_learner import action_logprobs, log_probs
 
 
@@ -48,7 +48,7 @@ def test_temperature_divides_the_logits(policy: Policy) -> None:
 
 
 def test_greedy_log_probs_agree_too(policy: Policy) -> None:
-    sampler = SmallSampler(policy, 0.7, torch.Generator())
+    sampler = SmallPolicyEngine(policy, 0.7, torch.Generator())
     rollouts = sampler.generate(Prompts.of(prompts_of(policy.space, 4)), 1, greedy=True)
     close(trained_logp(policy, rollouts), rollouts.logp_sampler)
 
@@ -116,7 +116,7 @@ def test_sampling_leaves_the_global_generator_alone(policy: Policy) -> None:
 
 
 def test_a_generator_moves_on(policy: Policy) -> None:
-    sampler = SmallSampler(policy, 1.0, torch.Generator().manual_seed(0))
+    sampler = SmallPolicyEngine(policy, 1.0, torch.Generator().manual_seed(0))
     prompt = prompts_of(policy.space, 6)
     one, two = sampler.generate(Prompts.of(prompt), 6), sampler.generate(Prompts.of(prompt), 6)
     assert one.response.shape != two.response.shape or not torch.equal(one.response, two.response)
@@ -124,7 +124,7 @@ def test_a_generator_moves_on(policy: Policy) -> None:
 
 def test_frequencies_are_the_probabilities(policy: Policy) -> None:
     """20,000 first tokens of one prompt, at temperature 0.7: within four standard errors of softmax(logits/0.7)."""
-    sampler = SmallSampler(policy, 0.7, torch.Generator().manual_seed(0))
+    sampler = SmallPolicyEngine(policy, 0.7, torch.Generator().manual_seed(0))
     prompt = prompts_of(policy.space, 1)
     n = 20_000
     first = sampler.generate(Prompts.of(prompt), n).response[0, :, 0]
@@ -137,7 +137,9 @@ def test_frequencies_are_the_probabilities(policy: Policy) -> None:
 def test_greedy_is_the_likeliest_token_at_every_state(policy: Policy) -> None:
     generator = torch.Generator().manual_seed(0)
     state = generator.get_state()
-    rollouts = SmallSampler(policy, 0.7, generator).generate(Prompts.of(prompts_of(policy.space, 5)), 2, greedy=True)
+    rollouts = SmallPolicyEngine(policy, 0.7, generator).generate(
+        Prompts.of(prompts_of(policy.space, 5)), 2, greedy=True
+    )
     logits = policy.logits(rollouts.prompt, rollouts.response).expand(-1, 2, -1, -1)
     assert torch.equal(logits.argmax(-1)[rollouts.mask], rollouts.response[rollouts.mask])
     assert torch.equal(rollouts.response[:, 0][rollouts.mask[:, 0]], rollouts.response[:, 1][rollouts.mask[:, 1]])
@@ -240,7 +242,7 @@ def test_transformer_refusals(make: Any, message: str) -> None:
 
 def test_the_new_version_is_visible_after_load(policy: Policy) -> None:
     learner = learner_of(policy, Algorithm())
-    sampler = SmallSampler(policy, 1.0, torch.Generator().manual_seed(0))
+    sampler = SmallPolicyEngine(policy, 1.0, torch.Generator().manual_seed(0))
     for version in (0, 1, 7):
         sampler.load(learner.params(), version)
         assert (sampler.generate(Prompts.of(prompts_of(policy.space, 2)), 2).version == version).all()
@@ -249,7 +251,7 @@ def test_the_new_version_is_visible_after_load(policy: Policy) -> None:
 def test_loading_other_parameters_takes_effect(policy: Policy) -> None:
     """The sampler has a module of its own: after `load` it draws with the learner's parameters, and not before."""
     own = copy.deepcopy(policy)
-    sampler = SmallSampler(own, 1.0, torch.Generator().manual_seed(0))
+    sampler = SmallPolicyEngine(own, 1.0, torch.Generator().manual_seed(0))
     learner = learner_of(policy, Algorithm())
     shake(policy, 0.5)
     before = sampler.generate(Prompts.of(prompts_of(policy.space, 4)), 4)
@@ -264,7 +266,7 @@ def test_loading_other_parameters_takes_effect(policy: Policy) -> None:
 
 def test_a_shared_module_is_always_current(policy: Policy) -> None:
     learner = learner_of(policy, Algorithm())
-    sampler = SmallSampler(policy, 1.0, torch.Generator().manual_seed(0))
+    sampler = SmallPolicyEngine(policy, 1.0, torch.Generator().manual_seed(0))
     sampler.load(learner.params(), 0)
     shake(policy, 0.5)
     sampler.load(learner.params(), 1)
@@ -275,7 +277,7 @@ def test_a_shared_module_is_always_current(policy: Policy) -> None:
 def test_rollouts_are_neither_lost_nor_mixed_up(policy: Policy) -> None:
     """Prompts come back in order with their own responses: scoring each alone gives the same log-probs."""
     prompt = prompts_of(policy.space, 5)
-    rollouts = SmallSampler(policy, 1.0, torch.Generator().manual_seed(0)).generate(Prompts.of(prompt), 3)
+    rollouts = SmallPolicyEngine(policy, 1.0, torch.Generator().manual_seed(0)).generate(Prompts.of(prompt), 3)
     assert torch.equal(rollouts.prompt, prompt)
     batch = with_rewards(rollouts)
     for i in range(5):
@@ -328,7 +330,7 @@ def test_a_learners_state_comes_back(policy: Policy) -> None:
 
 
 def test_a_small_policy_draws_as_many_tokens_as_its_task_says(policy: Policy) -> None:
-    sampler, limit = SmallSampler(policy, 1.0, torch.Generator()), policy.space.limit
+    sampler, limit = SmallPolicyEngine(policy, 1.0, torch.Generator()), policy.space.limit
     prompts = Prompts.of(prompts_of(policy.space, 2))
     want = sampler.generate(prompts, 2, seed=1)
     assert torch.equal(sampler.generate(prompts, 2, seed=1, limit=limit).response, want.response)

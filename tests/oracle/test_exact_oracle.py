@@ -55,7 +55,7 @@ from ascent.models import PerPosition
 from ascent.oracle import exact
 from ascent.oracle.estimator import estimate, over_prompts, pick
 from ascent.oracle.exact import Table, all_responses, expected_reward, responses_count, reward_table
-from ascent.rollout.small_sampler import SmallSampler
+from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.tasks.small.lecture import Lecture
 from ascent.tasks.small.multi_turn import Guess
 from ascent.training.small_learner import SmallLearner
@@ -82,7 +82,7 @@ def test_probabilities_are_the_samplers(space: Space, temperature: float) -> Non
     """They sum to 1, and the sampler says the same of what it draws."""
     found = Table(policy_of(space), prompt_of(space), Tiny(space, positions), temperature)
     assert found.probability.sum().item() == pytest.approx(1, abs=1e-12)
-    sampler = SmallSampler(policy_of(space), temperature, torch.Generator().manual_seed(0))
+    sampler = SmallPolicyEngine(policy_of(space), temperature, torch.Generator().manual_seed(0))
     drawn = sampler.generate(Prompts.of(prompt_of(space).unsqueeze(0)), 50)
     known = {tuple(r[m].tolist()): p for r, m, p in zip(*all_responses(space)[:2], found.probability, strict=True)}
     for r, m, logp in zip(drawn.response[0], drawn.mask[0], drawn.logp_sampler[0], strict=True):
@@ -262,7 +262,7 @@ def test_variance_is_what_sampling_shows() -> None:
     """Normalized credit with token mean on 400 sampled groups of four: within five standard errors."""
     found, algorithm = table(RAGGED), Algorithm(Normalized(), LogProb(), TokenMean())
     learner = SmallLearner(found.policy, algorithm.update, False, algorithm.outputs)
-    sampler = SmallSampler(found.policy, 1.0, torch.Generator().manual_seed(0))
+    sampler = SmallPolicyEngine(found.policy, 1.0, torch.Generator().manual_seed(0))
     rollouts = sampler.generate(Prompts.of(found.batch.prompt.expand(400, -1)), 4)
     scores = found.task.score(rollouts)
     batch = to_batch(rollouts, reward=scores.reward.double(), valid=scores.valid)

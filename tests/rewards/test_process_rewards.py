@@ -27,7 +27,7 @@ from ascent.core.types import Outputs, Prompts
 from ascent.oracle.exact import Table
 from ascent.rewards.small_task import BoundSmallTask, SmallOfflineTask, read_examples
 from ascent.rewards.tokenized_task import split_steps
-from ascent.rollout.small_sampler import SmallSampler
+from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.runs.alerts.step_alerts import reward_weights
 from ascent.settings import configure
 from ascent.tasks.scoring import gains, offline_rollouts, pad_responses
@@ -141,7 +141,7 @@ def test_the_mean_of_continuations_is_the_exact_value(end: bool) -> None:
 def test_continuations_draw_only_what_is_missing() -> None:
     policy = policy_of(TINY, Sort(length=3, numbers=3).space)
     config, prompts = configure("sort", {"length": 3, "numbers": 3}), Prompts.of(torch.tensor([[2, 0, 1]] * 2))
-    sampler = SmallSampler(policy, 1.0, torch.Generator().manual_seed(0))
+    sampler = SmallPolicyEngine(policy, 1.0, torch.Generator().manual_seed(0))
     groups = SmallBackend().continue_responses(config, policy, prompts, [[1], [0, 2]], 50, sampler)
     drawn = torch.tensor(groups)
     assert drawn[0, :, 0].unique().tolist() == [1] and len(drawn[0, :, 1].unique()) == 3
@@ -456,6 +456,6 @@ def test_what_is_no_process_reward_is_refused(hasty: Path, scorer: Path, tmp_pat
     with pytest.raises(ConfigError, match="rates"):
         label_steps(hasty / "process", tmp_path / "out.jsonl")
     task = Sort(length=2, numbers=4, reward=f"process:{hasty / 'process'}")
-    rollouts = SmallSampler(policy_of(TINY, task.space), 1.0, torch.Generator()).generate(task.held_out(2), 2)
+    rollouts = SmallPolicyEngine(policy_of(TINY, task.space), 1.0, torch.Generator()).generate(task.held_out(2), 2)
     with pytest.raises(ConfigError, match="learned reward rates"):
         task.score(rollouts)

@@ -25,7 +25,7 @@ from ascent.environments.chat_templates import ChatTemplate
 from ascent.environments.episode_pool import InProcessEpisodePool
 from ascent.models.causal_lm import CausalLM, LanguageModel
 from ascent.rewards.small_task import BoundSmallTask
-from ascent.rollout.conversations import Player, play_small
+from ascent.rollout.conversations import ConversationFactory, bind_small_environment
 from ascent.runs.recorded_conversation import conversation
 from ascent.tasks.small.multi_turn import Swaps
 from ascent.tasks.text.table_tasks import Jsonl
@@ -414,7 +414,7 @@ def test_a_look_does_not_wait_for_episodes_that_begin() -> None:
             self.looks += 1
             return super().answers(wait) if self.looks > 3 else []
 
-    with closing(play_small(BoundSmallTask(Swaps()))) as bound:
+    with closing(bind_small_environment(BoundSmallTask(Swaps()))) as bound:
         prompts = bound.held_out(1)
         bound.player.pool = Slow(Swaps().episode)
         with closing(prompts.start_episodes(prompts, 1, [1])) as episodes:
@@ -456,7 +456,7 @@ def test_an_observation_that_cannot_be_shown_is_the_error_of_its_response(place:
         def step(self, action: str) -> ascent.Step:
             return ascent.Step([{"role": "nobody", "content": "x"}] if action == "a" else "")
 
-    with closing(play_small(BoundSmallTask(replace(Swaps())))) as bound:
+    with closing(bind_small_environment(BoundSmallTask(replace(Swaps())))) as bound:
         prompts = bound.held_out(1)
         bound.player.pool = InProcessEpisodePool(Odd)
         with closing(prompts.start_episodes(prompts, 2, [1, 2])) as episodes:
@@ -560,7 +560,7 @@ def test_tokens_that_no_tokenizer_would_write_stay_as_drawn(name: str, kind: str
     words = lm.decode(script[:-1])
     assert lm.tokenize(words) != script[:-1] and None not in script
     template = ChatTemplate(tokenizer, (), stops)
-    player = Player(
+    player = ConversationFactory(
         InProcessEpisodePool(Echo),
         lambda *_: Problem("?"),
         lambda turn, _: lm.decode(turn[:-1]),

@@ -22,7 +22,7 @@ import pytest
 
 import ascent
 from ascent.core.metric_names import MISMATCH
-from ascent.rollout.small_sampler import SmallSampler
+from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.runs.alerts import trend_alerts
 from ascent.runs.alerts.step_alerts import PROMPTS, findings, one_answer, reward_weights, with_evidence
 from ascent.runs.alerts.trend_alerts import BLOCKS, KEYS, LENGTH, RunAlerts, alert_events
@@ -532,7 +532,7 @@ def test_a_part_that_carries_the_reward_is_seen(
         assert now > before and "rewards/nines went from" in found["component-dominates"]["text"]
 
 
-class Stale(SmallSampler):
+class Stale(SmallPolicyEngine):
     """Stops taking new parameters after a few versions."""
 
     def __init__(self, policy: Any, *more: Any):
@@ -555,7 +555,7 @@ class Rounded(Stale):
 @pytest.mark.long
 @pytest.mark.parametrize("sampler", [Stale, Rounded])
 def test_a_sampler_that_stays_behind_is_seen(sampler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ascent.build.small_backend.SmallSampler", sampler)
+    monkeypatch.setattr("ascent.build.small_backend.SmallPolicyEngine", sampler)
     given = {**SMALL, "length": 3, "numbers": 4, "steps": 44, "eval_prompts": 20, "max_mismatch": 9.0}
     run = ascent.train("sort", out=tmp_path / "run", show=False, **given)
     assert run.metrics[-1][MISMATCH] > 0, "it is another policy"

@@ -14,7 +14,7 @@ import ascent
 from ascent.core.errors import RunError
 from ascent.core.loop import raise_if_diverged
 from ascent.core.types import Rollouts
-from ascent.rollout.small_sampler import SmallSampler
+from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.runs import checkpoint
 from ascent.runs.metrics import best_evaluation
 from ascent.training.small_learner import SmallLearner
@@ -37,9 +37,9 @@ def run(out: Path, **more: Any) -> ascent.Run:
 
 def shifted(gap: float) -> Any:
     """A sampler that says other log-probs than those it drew with."""
-    generate = SmallSampler.generate
+    generate = SmallPolicyEngine.generate
 
-    def wrong(self: SmallSampler, *args: Any, **named: Any) -> Rollouts:
+    def wrong(self: SmallPolicyEngine, *args: Any, **named: Any) -> Rollouts:
         rollouts = generate(self, *args, **named)
         return replace(rollouts, logp_sampler=torch.where(rollouts.mask, rollouts.logp_sampler + gap, 0.0))
 
@@ -47,7 +47,7 @@ def shifted(gap: float) -> Any:
 
 
 def test_a_sampler_that_is_another_policy_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SmallSampler, "generate", shifted(0.5))
+    monkeypatch.setattr(SmallPolicyEngine, "generate", shifted(0.5))
     with pytest.raises(RunError, match=r"step 0: .* differ by 0\.5 on average.*--max-mismatch 0\.3"):
         run(tmp_path / "a")
     assert (tmp_path / "a" / "failed_step_000000.safetensors").exists()
@@ -56,7 +56,7 @@ def test_a_sampler_that_is_another_policy_stops_the_run(tmp_path: Path, monkeypa
 
 
 def test_a_log_prob_that_is_no_number_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SmallSampler, "generate", shifted(float("nan")))
+    monkeypatch.setattr(SmallPolicyEngine, "generate", shifted(float("nan")))
     with pytest.raises(RunError, match="the sampler's log-probs"):
         run(tmp_path / "a")
     assert (tmp_path / "a" / "failed_step_000000.safetensors").exists()
@@ -79,7 +79,7 @@ def test_parameters_that_are_not_finite_stop_the_run(value: float) -> None:
 @pytest.mark.parametrize(
     ("owner", "method", "words"),
     [
-        (SmallSampler, "generate", "in the phase generate: lower --policy.rows or --max-tokens"),
+        (SmallPolicyEngine, "generate", "in the phase generate: lower --policy.rows or --max-tokens"),
         (SmallLearner, "step", "in the phase update: lower --micro-batch"),
     ],
 )

@@ -23,8 +23,8 @@ from ascent.models.small_policies import Transformer
 from ascent.oracle.estimator import estimate
 from ascent.oracle.exact import Table, every_episode
 from ascent.rewards.small_task import BoundSmallTask
-from ascent.rollout.conversations import play_small
-from ascent.rollout.small_sampler import SmallSampler
+from ascent.rollout.conversations import bind_small_environment
+from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.settings import configure
 from ascent.tasks.environment import Environment, Step
 from ascent.tasks.small.multi_turn import Guess, Swaps, TurnsTask
@@ -232,7 +232,7 @@ def test_gamma_and_lambda_per_turn_leave_a_turn_whole() -> None:
 
 def drawn(task: TurnsTask, samples: int = 40, seed: int = 0, **more: Any) -> tuple[Rollouts, Any]:
     bound = SmallBackend().bind(task, None, {})
-    sampler = SmallSampler(policy_for(task), 1.0, torch.Generator().manual_seed(seed))
+    sampler = SmallPolicyEngine(policy_for(task), 1.0, torch.Generator().manual_seed(seed))
     return sampler.generate(bound.held_out(5), samples, **more), bound
 
 
@@ -327,8 +327,10 @@ def test_an_observation_that_leaves_no_room_cuts_the_response_off() -> None:
     task = replace(Rambling())
     bound = BoundSmallTask(task)
     object.__setattr__(task, "episode", Talking)
-    played = play_small(bound)
-    rollouts = SmallSampler(policy_for(task), 1.0, torch.Generator().manual_seed(0)).generate(played.held_out(1), 3)
+    played = bind_small_environment(bound)
+    rollouts = SmallPolicyEngine(policy_for(task), 1.0, torch.Generator().manual_seed(0)).generate(
+        played.held_out(1), 3
+    )
     assert bool(rollouts.truncated.all())
     assert rollouts.mask[0, 0].tolist() == [True, False, False, False, True], "seven tokens: no third turn fits"
 

@@ -412,12 +412,12 @@ def test_rollouts_carry_the_identity_of_their_problems() -> None:
     """Through the sampler, a selection, mini-batches and a join of batches, whatever the order."""
     from ascent.core.types import Prompts, join, to_batch
     from ascent.models import PerPosition
-    from ascent.rollout.small_sampler import SmallSampler
+    from ascent.rollout.small_policy_engine import SmallPolicyEngine
 
     task = Lecture()
     policy = PerPosition()(task.space, torch.Generator())
     prompts = Prompts(task.draw(3, torch.Generator()).prompt, torch.tensor([7, -2, 5]))
-    sampled = SmallSampler(policy, 1.0, torch.Generator()).generate(prompts, 2)
+    sampled = SmallPolicyEngine(policy, 1.0, torch.Generator()).generate(prompts, 2)
     scores = task.score(sampled)
     batch = to_batch(sampled, reward=scores.reward, valid=scores.valid)
     assert batch.problem.tolist() == [7, -2, 5]

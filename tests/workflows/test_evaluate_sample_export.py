@@ -706,7 +706,7 @@ def test_memory_that_runs_out_is_told_with_what_to_lower(
     def generate(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr("ascent.rollout.small_sampler.SmallSampler.generate", generate)
+    monkeypatch.setattr("ascent.rollout.small_policy_engine.SmallPolicyEngine.generate", generate)
     with pytest.raises(RunError, match=r"out of memory: lower --rows or --max-tokens\. It said: no room"):
         library.evaluate(sorter.folder, show=False)
 

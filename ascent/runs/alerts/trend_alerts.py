@@ -27,7 +27,7 @@ FIRST, BLOCKS, LEAST = 4, 32, 8
 """Steps per block at first; number of blocks at which they are joined; least number of blocks to compare."""
 HALF = 0.5
 """The accuracy of an unsolved task."""
-EARNED, COUNTED = 0.6, 0.02
+EARNED, TOOL_COUNT_NAMES = 0.6, 0.02
 """Most of what there was to gain, as a share; a low accuracy."""
 BEHIND = 0.25
 """The accuracy does not follow if it has gained less than this share of what there was to gain."""
@@ -148,7 +148,7 @@ class RunAlerts:
         moved, accuracy, reward = self._moved(change), change.of("accuracy"), change.of("reward")
         if accuracy is None or reward is None or accuracy.now >= SOLVED:
             return None
-        clear = self.maximum or abs(self._moved(late)) < LEVEL or accuracy.now >= COUNTED
+        clear = self.maximum or abs(self._moved(late)) < LEVEL or accuracy.now >= TOOL_COUNT_NAMES
         if moved < (HALF if self.maximum else 1.0) or not clear or not self._behind(change, late):
             return None
         of = f" of {self.maximum:g}" if self.maximum else ""

@@ -31,7 +31,7 @@ from ascent.lab.figure_base import Choice, ControlState, DataTable, Figure, Look
 from ascent.models import Transformer
 from ascent.models.small_policies import Policy
 from ascent.oracle.exact import Table as Oracle
-from ascent.rollout.small_sampler import SmallSampler
+from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.tasks.small.multi_turn import Swaps
 from ascent.tasks.small.sorting import Sort
 from ascent.training.small_learner import log_probs
@@ -96,7 +96,7 @@ def _policy(name: str) -> Policy:
 def group_of(prompt: int, temperature: float, seed: int) -> Batch:
     """A group of responses to the prompt with their rewards, and the exact value of every state that they pass."""
     world = _WORLDS[prompt]
-    sampler = SmallSampler(_policy(world.policy), temperature, torch.Generator().manual_seed(seed))
+    sampler = SmallPolicyEngine(_policy(world.policy), temperature, torch.Generator().manual_seed(seed))
     bound, prompts = SmallBackend().bind(world.task, None, {}), Prompts.of(torch.tensor([world.prompt]))
     if world.plays:
         prompts = replace(prompts, start_episodes=bound.player)

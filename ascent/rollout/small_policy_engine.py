@@ -13,7 +13,7 @@ from ascent.inference.environment_turns import EnvironmentTurns
 from ascent.models.small_policies import Policy, Sampled
 
 
-class SmallSampler(RolloutEngine):
+class SmallPolicyEngine(RolloutEngine):
     """Draws from a policy in this process. With the learner's own module, loading copies nothing."""
 
     provides = frozenset({"reward_greedy"})
