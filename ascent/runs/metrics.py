@@ -109,7 +109,7 @@ CHARTS = (
         ("clip_ratio/high_mean", "high", "clip+"),
     ),
     _chart(
-        *("signal", "Groups with equal rewards", "share of groups, no signal for group credit", FRACTION),
+        *("signal", "Groups with equal rewards", "share of groups, without group advantages", FRACTION),
         ("frac_reward_zero_std", "equal rewards", "silent"),
     ),
     _chart(
@@ -139,7 +139,7 @@ CHARTS = (
         ("time/step", "whole step"),
         ("time/tail", "tail of generate", "tail"),
     ),
-    _chart("epoch", "Passes over the data", "passes over the rows", NOT_NEGATIVE, ("epoch", "passes", "epoch")),
+    _chart("epoch", "Epochs", "epochs over the data", NOT_NEGATIVE, ("epoch", "epochs", "epoch")),
     _chart("errors", "Rewards that failed", "responses", NOT_NEGATIVE, ("reward_errors", "failed", "reward errors")),
     _chart("loss", "Loss, no measure of progress", "", UNBOUNDED, ("loss", "loss")),
 )

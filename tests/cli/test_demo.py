@@ -34,7 +34,7 @@ def test_the_demo_is_stuck_then_solved_then_hacked(
     assert any(word.startswith("Reward without accuracy") for word in hacked["words"])
 
     assert alerts_in(ours) == {}, "a run that learns raises no alert"
-    assert "which gives group credit nothing to compare" in " ".join(stuck["words"])
+    assert "so group advantages are zero" in " ".join(stuck["words"])
     check_collapse(course, alerts_in(course)["entropy-collapse"])
 
     assert len(course.metrics) == len(ours.metrics), "the same budget"

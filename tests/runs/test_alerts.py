@@ -24,8 +24,8 @@ import ascent
 from ascent.core.metric_names import MISMATCH
 from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.runs.alerts import trend_alerts
-from ascent.runs.alerts.step_alerts import PROMPTS, findings, one_answer, reward_weights, with_evidence
-from ascent.runs.alerts.trend_alerts import BLOCKS, KEYS, LENGTH, RunAlerts, alert_events
+from ascent.runs.alerts.step_alerts import MIN_PROMPTS, findings, one_answer, reward_weights, with_evidence
+from ascent.runs.alerts.trend_alerts import KEYS, LENGTH, MAX_BLOCKS, RunAlerts, alert_events
 from ascent.runs.recorded_conversation import environment_failed
 from ascent.tasks.small import sorting
 from ascent.tasks.small.multi_turn import Swapping, Swaps
@@ -306,7 +306,7 @@ def test_its_memory_is_bounded_and_covers_the_run() -> None:
     watch = RunAlerts()
     for line in curve(3000):
         watch.see(line)
-        assert len(watch.blocks) < BLOCKS and len(watch._waiting) < watch._size
+        assert len(watch.blocks) < MAX_BLOCKS and len(watch._waiting) < watch._size
     assert watch.blocks[0].first == 0 and watch.blocks[-1].last >= 3000 - 1 - watch._size
     for one, other in zip(watch.blocks, watch.blocks[1:], strict=False):
         assert one.last + 1 == other.first and one.last - one.first == other.last - other.first
@@ -429,7 +429,7 @@ def answers(prompts: int, same: float, right: float | None, samples: int = 8) ->
         ((16, 0.8, 0.9), False),  # it is the answer to most of them
         ((16, 0.5, 0.0), False),
         ((16, 0.8, None), False),
-        ((PROMPTS - 1, 1.0, 0.0), False),
+        ((MIN_PROMPTS - 1, 1.0, 0.0), False),
     ],
 )
 def test_one_answer_for_many_prompts(given: tuple[int, float, float | None], fires: bool) -> None:
@@ -650,7 +650,7 @@ def test_only_group_credit_is_said_to_compare(grouped: bool) -> None:
     last = {"eval/accuracy": 0.1, "eval/reward": 0.2, "frac_reward_zero_std": 1.0, "entropy": 0.01}
     words = findings(last, SimpleNamespace(max_reward=1.0, loophole=""), grouped)[-1]
     assert words.startswith("Stuck: ") and "100% of the groups have equal rewards" in words
-    assert "entropy of 0.010 nats" in words and ("group credit" in words) == grouped
+    assert "entropy of 0.010 nats" in words and ("group advantages" in words) == grouped
 
 
 @pytest.mark.parametrize(
@@ -658,8 +658,8 @@ def test_only_group_credit_is_said_to_compare(grouped: bool) -> None:
     [
         (0.0, 0.01, 1.0, "Stuck: "),
         (0.49, 0.01, 0.5, "Stuck: "),
-        (0.5, 0.01, 1.0, "Settled at 50.0% right: "),
-        (0.95, 0.06, 0.9, "Settled at 95.0% right: at an entropy of 0.060 nats per token the policy hardly tries any"),
+        (0.5, 0.01, 1.0, "Converged at 50.0% right: "),
+        (0.95, 0.06, 0.9, "Converged at 95.0% right: at an entropy of 0.060 nats per token the policy hardly explores"),
         (0.99, 0.01, 1.0, "Solved."),
         (0.95, 0.2, 0.9, ""),
         (0.1, 0.01, 0.4, ""),
