@@ -109,7 +109,7 @@ CHARTS = (
         ("clip_ratio/high_mean", "high", "clip+"),
     ),
     _chart(
-        *("signal", "Groups with equal rewards", "share of groups, without group advantages", FRACTION),
+        *("signal", "Groups with equal rewards", "share of groups; their advantages are zero", FRACTION),
         ("frac_reward_zero_std", "equal rewards", "silent"),
     ),
     _chart(

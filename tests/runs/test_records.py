@@ -25,7 +25,7 @@ from ascent.core.errors import ConfigError
 from ascent.distributed.replica import REPLICA_LOG
 from ascent.processes.user_state import state_folder
 from ascent.runs import checkpoint, foreign_runs, metric_columns, parquet_reader, run_list
-from ascent.runs.alerts.metric_windows import Change, StepBlock, sums
+from ascent.runs.alerts.metric_windows import StepBlock, WindowComparison, sums
 from ascent.runs.display.plots import OF_A_POLICY, OF_A_PROCESS_REWARD, OF_A_REWARD_MODEL, PAIRS, panels_of
 from ascent.runs.journal import Journal
 from ascent.runs.metric_columns import Columns, nonfinite_of
@@ -404,4 +404,4 @@ def test_a_file_that_vanishes_is_no_part_of_the_fingerprint(tmp_path: Path, monk
 def test_an_accuracy_is_flat_only_where_it_was_measured(before: list[float], now: list[float], flat: bool) -> None:
     """Two measurements on either side are needed; a rise of at most 0.05 is flat."""
     windows = StepBlock(0, 8, [*sums(before)]), StepBlock(9, 17, [*sums(now)])
-    assert Change(["accuracy"], *windows).flat is flat
+    assert WindowComparison(["accuracy"], *windows).flat is flat
