@@ -81,16 +81,16 @@ class Killer(threading.Thread):
     def run(self) -> None:
         known = 0
         while self.left:
-            (server,) = self.sampler.fleet.servers or (None,)
-            process = None if server is None or server.process is None else server.process._running
+            (server,) = self.sampler.server_pool.servers or (None,)
+            process = None if server is None or server.process is None else server.process._process
             if process is None or process.pid == known:
                 time.sleep(0.05)
                 continue
             known, when = process.pid, ("while it served", "as it got weights", "while it served", "while it started")
             moment = when[len(self.done) % 4]
-            while process.poll() is None and moment != "while it started" and not server.known:
+            while process.poll() is None and moment != "while it started" and not server.checked:
                 time.sleep(0.05)
-            while process.poll() is None and moment == "while it served" and server.lost:
+            while process.poll() is None and moment == "while it served" and server.failures:
                 time.sleep(0.05)
             time.sleep(self.rng.uniform(0.0, 8.0 if moment == "while it started" else 3.0))
             os.killpg(known, signal.SIGKILL)

@@ -255,7 +255,7 @@ def led(ranks: Ranks, sharded: bool, algorithm: Algorithm, work: Callable[[Any, 
             signal.signal(number, handler)
         return None, parts
     found = work(RankZeroLearner(parts.learner, ranks), parts.engine)
-    ranks.tell("", "end")
+    ranks.send_command("", "end")
     return found, parts
 
 
@@ -347,7 +347,7 @@ def work(rank: int, port: int, only: list[str], out: Path, sharded: tuple[bool, 
                         )
                         placed = "sharded" if shards else "replicated"
                         found[f"{name} | {size} ranks | {placed}"] = words[0] if words else largest
-            ranks.watch.close()
+            ranks.heartbeat.close()
             dist.destroy_process_group()
     if rank == 0:
         out.write_text(json.dumps(found))

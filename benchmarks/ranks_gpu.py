@@ -140,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
                  for side in SIDES],
             )  # fmt: skip
     finally:
-        group.watch.close()
+        group.heartbeat.close()
         dist.destroy_process_group()
     worst = max(found["ratio"][side] for found in results.values() for side in SIDES)
     right = not any(map(wrong, results.values()))

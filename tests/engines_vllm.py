@@ -63,7 +63,7 @@ class Served:
 
     @property
     def url(self) -> str:
-        return self.sampler.fleet.servers[0].client.url
+        return self.sampler.server_pool.servers[0].client.url
 
     def move(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -109,7 +109,7 @@ def test_a_token_that_is_drawn_after_a_load_in_flight_is_of_the_new_weights(serv
         for drawn, lm in ((version, old), (version + 1, served.lm)):
             assert gap(lm, rollouts, (versions == drawn) & rollouts.mask) <= 1e-4
     assert len(done) == 2 and crossed, "some were under way"
-    assert min(sampler.fleet.probe.continued) > 0, "of the probe's own too"
+    assert min(sampler.server_pool.probe.continued) > 0, "of the probe's own too"
 
 
 def test_a_conversation_has_the_tokens_that_were_drawn_and_their_log_probs(served: Served) -> None:
@@ -149,7 +149,7 @@ def test_a_sabotaged_load_is_caught(served: Served, what: str, monkeypatch: pyte
     if what == "another head":
         sent = now | {head: now[head] + 0.05 * torch.randn(now[head].shape)}
     monkeypatch.setattr("ascent.inference.remote.server_pool.checkpoint_tensors", lambda _: sent)
-    with pytest.raises(RunError, match=r"nothing was loaded into|does not draw from this policy"):
+    with pytest.raises(RunError, match=r"was not loaded|does not sample from this policy"):
         served.sampler.load({}, version)
     monkeypatch.undo()
     served.sampler.load({}, version)
@@ -291,10 +291,10 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
 
 def test_a_server_that_is_killed_loses_nothing_and_none_is_left_at_the_end(served: Served) -> None:
     """The last test of each server, which it ends."""
-    prompts, (server,) = served.prompts(20), served.sampler.fleet.servers
+    prompts, (server,) = served.prompts(20), served.sampler.server_pool.servers
     expected = served.sampler.generate(prompts, 4, seed=5)
-    assert server.process is not None and server.process._running is not None
-    first = server.process._running.pid
+    assert server.process is not None and server.process._process is not None
+    first = server.process._process.pid
     served.sampler.submit([RolloutRequest(9, prompts, 4, seed=5)])
     os.killpg(first, signal.SIGKILL)
     done = {int(each.prompt_indices[0]): each.rollouts for each in served.sampler.iter_finished(9, 900.0)}
@@ -302,7 +302,7 @@ def test_a_server_that_is_killed_loses_nothing_and_none_is_left_at_the_end(serve
     for place, rollouts in done.items():
         width = rollouts.mask.shape[-1]
         assert torch.equal(rollouts.response, expected.response[place : place + 1, :, :width] * rollouts.mask)
-    second = server.process._running.pid
+    second = server.process._process.pid
     served.sampler.close()
     assert second != first
     wait_for_end(first, second)

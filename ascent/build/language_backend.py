@@ -369,13 +369,13 @@ def _positions(lm: LanguageModel) -> int | None:
 
 def check_engine(config: Config) -> None:
     """Refuse what a serving engine cannot do, or cannot say what it did."""
-    engine, dialect = f"--engine {config.policy.engine}", get_adapter(config.policy.engine)
+    engine, adapter = f"--engine {config.policy.engine}", get_adapter(config.policy.engine)
     if config.policy.engine_key_env or config.policy.engine_key_file:
         read_key(config.policy.engine_key_env, config.policy.engine_key_file, "--engine.")
     check_temperature(config)
     if (config.top_k, config.top_p, config.min_p, config.task.min_tokens) != (0, 1.0, 0.0, 0):
         raise ConfigError(
-            f"--top-k, --top-p, --min-p or --min-tokens with {engine}: {dialect.narrowed}. Leave them out, or "
+            f"--top-k, --top-p, --min-p or --min-tokens with {engine}: {adapter.truncation_note}. Leave them out, or "
             "set --engine local"
         )
     if config.data != "samples":
@@ -383,7 +383,7 @@ def check_engine(config: Config) -> None:
 
 
 def check_temperature(config: Config) -> None:
-    engine, coldest = config.policy.engine, get_adapter(config.policy.engine).coldest
+    engine, coldest = config.policy.engine, get_adapter(config.policy.engine).min_temperature
     if config.temperature < coldest:
         raise ConfigError(
             f"--temperature {config.temperature:g} with --engine {engine}: it draws from another distribution below "
@@ -437,7 +437,7 @@ def in_shards(config: Config, lm: LanguageModel, ranks: Ranks) -> bool:
         return False
     if config.ranks.shard == "shard":
         return True
-    if ranks.size == 1 or lm.device.type != "cuda" or never_in_shards(config) is not None:
+    if ranks.world_size == 1 or lm.device.type != "cuda" or never_in_shards(config) is not None:
         return False
     return state_bytes(lm) > ACTIVATION_FRACTION * lm.gpu_memory
 
@@ -445,7 +445,7 @@ def in_shards(config: Config, lm: LanguageModel, ranks: Ranks) -> bool:
 def in_bfloat16(config: Config, lm: LanguageModel, critic: Any, ranks: Ranks) -> bool:
     """Are gradients and moments in bfloat16? By itself only where float32 would leave a GPU nothing to work with."""
     asked, adam = config.policy.optimizer_state, isinstance(config.algorithm.update, Adam)
-    able = adam and ranks.size == 1 and any(p.dtype == torch.bfloat16 for p in lm.trained().values())
+    able = adam and ranks.world_size == 1 and any(p.dtype == torch.bfloat16 for p in lm.trained().values())
     if asked == "bfloat16" and not able:
         raise ConfigError(
             f"--policy.optimizer-state bfloat16 is for parameters in bfloat16, and on {lm.device} they are in "

@@ -24,7 +24,7 @@ def assemble_ranks(config: Config, groups: Collection[str] = (), kept: Path | No
     ranks = join_ranks(config.ranks.deadline, pick_device(getattr(config.policy, "device", "cpu")).type, size)
     if not isinstance(ranks, RankGroup):
         return join_cluster(assemble(config, groups, kept))
-    with ranks.work():
+    with ranks.failing_together():
         said, groups, kept = ranks.broadcast((launch_settings(config), list(groups), kept))
         refuse_other(said, launch_settings(config), ranks.rank)
         parts = assemble(config, groups, kept, ranks)

@@ -59,14 +59,15 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
     longest = repeated * config.task.max_prompt + config.samples * config.task.room
     micro = min(learner.plan.tokens, config.prompts * longest)
     weights = sum(p.numel() * p.element_size() for p in every)
-    shards = 0 if learner.alone else sum(p.numel() * p.element_size() for p in learner.lm.model.parameters()) // spread
+    alone = learner.computes_alone
+    shards = 0 if alone else sum(p.numel() * p.element_size() for p in learner.lm.model.parameters()) // spread
     copies = weights if rows and lm.device.type == "cpu" else 0
-    gradient, adam = (2, 6) if learner.compact is not None else (max(size, 4), 8 + 4 * (size < 4 and learner.alone))
+    gradient, adam = (2, 6) if learner.compact is not None else (max(size, 4), 8 + 4 * (size < 4 and alone))
     return {
         "parameters": weights + shards,
         "gradients": gradient * count // spread,
         "Adam": adam * count // spread,
-        "reference": count * (size if learner.alone else max(size, 4)) // spread if kept else 0,
+        "reference": count * (size if learner.computes_alone else max(size, 4)) // spread if kept else 0,
         "critic": critic_bytes(learner.critic) // spread,
         "decoding": 2 * layers * shared * channel * size * rows * tokens + copies,
         "activations": micro * bytes_per_token(lm, config.policy.checkpointing),

@@ -1,4 +1,4 @@
-"""A process group of its own, beside the one that ranks train in: for weights on their way to who samples with them."""
+"""Process groups for weight transfer, separate from the default group in which ranks train."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Any
 
 import torch.distributed as dist
 
-ON_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-CLEAN_UP = "2"
-"""NCCL gives up the group of a member that is gone, and not the whole process, which is what it does by default."""
+ERROR_HANDLING_VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+ABORT_GROUP_ONLY = "2"
+"""On an error NCCL aborts the communicator rather than the whole process, which is the default."""
 
 
-def make_process_group(store: Any, rank: int, size: int, backend: str, wait: timedelta, host: str) -> Any:
-    """Those who meet at this store, by gloo or NCCL. `host`: the address of this machine that gloo listens at."""
+def make_process_group(store: Any, rank: int, world_size: int, backend: str, timeout: timedelta, host: str) -> Any:
+    """Create a gloo or NCCL process group over a store. `host`: the address of this machine on which gloo listens."""
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = wait
-        with _cleaning_up():
-            return dist.ProcessGroupNCCL(store, rank, size, options)
+        options._timeout = timeout
+        with _abort_group_only():
+            return dist.ProcessGroupNCCL(store, rank, world_size, options)
     gloo: Any = dist.ProcessGroupGloo
-    over = gloo._Options()
-    over._timeout, over._devices = wait, [gloo.create_device(hostname=host)]
-    return gloo(store, rank, size, over)
+    gloo_options = gloo._Options()
+    gloo_options._timeout, gloo_options._devices = timeout, [gloo.create_device(hostname=host)]
+    return gloo(store, rank, world_size, gloo_options)
 
 
 @contextmanager
-def _cleaning_up() -> Iterator[None]:
-    before = os.environ.get(ON_ERROR)
-    os.environ[ON_ERROR] = before or CLEAN_UP
+def _abort_group_only() -> Iterator[None]:
+    before = os.environ.get(ERROR_HANDLING_VARIABLE)
+    os.environ[ERROR_HANDLING_VARIABLE] = before or ABORT_GROUP_ONLY
     try:
         yield
     finally:
         if before is None:
-            del os.environ[ON_ERROR]
+            del os.environ[ERROR_HANDLING_VARIABLE]

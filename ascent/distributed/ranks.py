@@ -1,7 +1,7 @@
-"""What a learner asks of the ranks that work on a batch with it: sums, and everybody's part in one place.
+"""The collectives that a learner uses: sums, gathers, and the assignment of prompts to ranks.
 
-Every rank is handed the whole mini-batch, with its weights, and computes its share of it. A share is made of whole
-prompts, by their tokens, and in the same way on every rank; so nobody has to say who does what.
+Every rank gets the whole mini-batch, with its weights, and computes its share of it. A share consists of whole prompts.
+Every rank computes the same assignment of prompts to ranks, so it does not have to be communicated.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from ascent.core.types import Batch, Terms
 
 CLUSTER_VARIABLE = "ASCENT_CLUSTER"
-"""The environment variable that names the Ray cluster and the run that a rank belongs to."""
+"""The environment variable with the address of the Ray cluster and the run that a rank belongs to."""
 
 
 def in_ray_cluster() -> bool:
-    """Has `ascent cluster` started this process?"""
+    """Return whether `ascent cluster` has started this process."""
     return CLUSTER_VARIABLE in os.environ
 
 
 def is_torchrun_process() -> bool:
-    """Has torchrun started this process?"""
+    """Return whether torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
@@ -38,108 +38,111 @@ def torchrun_world_size() -> int:
 
 
 def training_world_size(shard: str) -> int:
-    """How many ranks train together here. One process is a group if torchrun started it and it was told how: else 0."""
+    """Return the number of ranks that train together; 0: no process group.
+
+    A single process forms a group only if torchrun has started it and `--ranks.shard` is set.
+    """
     return torchrun_world_size() if is_torchrun_process() and (torchrun_world_size() > 1 or shard != "auto") else 0
 
 
 def torchrun_id() -> str:
-    """The name of the launch that this process belongs to; nothing, if nobody gave it one of its own."""
+    """Return the run id of torchrun; empty if the user has not set one."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return "" if name == "none" else name
 
 
 def was_restarted() -> bool:
-    """Has torchrun started this process in the place of one that failed (--max-restarts)?"""
+    """Return whether torchrun has started this process to replace a failed one (--max-restarts)."""
     return is_torchrun_process() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 class Ranks:
-    """One process: nothing to do. `group.RankGroup` is the same for several."""
+    """The collectives of a single process, which do nothing. `RankGroup` implements them for several."""
 
     rank: int = 0
-    size: int = 1
+    world_size: int = 1
 
-    def sum(self, tensors: list[Tensor]) -> None:
-        """Each of them, in place, becomes its sum over the ranks: the same bits everywhere."""
+    def all_reduce(self, tensors: list[Tensor]) -> None:
+        """Replace each tensor, in place, by its sum over the ranks. All ranks get the same bits."""
 
-    def most(self, count: int) -> int:
-        """The largest count of any rank."""
+    def all_reduce_max(self, count: int) -> int:
+        """Return the maximum over the ranks."""
         return count
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank has, on rank 0; on others nothing."""
+        """Return the values of all ranks on rank 0, and an empty list on the others."""
         return [value]
 
     def broadcast(self, value: Any = None) -> Any:
-        """What rank 0 has, on every rank."""
+        """Return the value of rank 0 on every rank."""
         return value
 
     def close(self) -> None:
-        """Take leave of the others."""
+        """Leave the group."""
 
-    # ---- what follows from these
+    # ---- derived operations
 
-    def share(self, batch: Batch) -> Batch:
-        """This rank's part of a mini-batch, which may be empty."""
-        return batch if self.size == 1 else batch.sub_batch(shares(batch, self.size)[self.rank])
+    def shard(self, batch: Batch) -> Batch:
+        """Return this rank's share of a mini-batch, which may be empty."""
+        return batch if self.world_size == 1 else batch.sub_batch(assign_prompts(batch, self.world_size)[self.rank])
 
-    def put_together(self, part: Tensor, batch: Batch) -> Tensor:
-        """Numbers of everybody's share, in the order of the batch; on other ranks than 0, one's own."""
-        if self.size == 1:
-            return part
-        parts = self.gather(part.cpu())
+    def gather_shards(self, values: Tensor, batch: Batch) -> Tensor:
+        """Return the values of all shares in the order of the batch; on other ranks than 0, only their own."""
+        if self.world_size == 1:
+            return values
+        gathered = self.gather(values.cpu())
         if self.rank:
-            return part
-        order = torch.cat(shares(batch, self.size)).argsort()
-        return torch.cat(parts)[order]
+            return values
+        order = torch.cat(assign_prompts(batch, self.world_size)).argsort()
+        return torch.cat(gathered)[order]
 
-    def sum_terms(self, terms: Terms) -> Terms:
-        """The terms of all shares together."""
-        if self.size == 1:
+    def all_reduce_terms(self, terms: Terms) -> Terms:
+        """Sum the terms over all shares."""
+        if self.world_size == 1:
             return terms
-        every = [terms.objective, *terms.sums.values(), *terms.means.values()]
-        total = torch.stack([value.detach().double() for value in every])
-        self.sum([total])
-        first, *rest = (value.to(old.dtype) for value, old in zip(total, every, strict=True))
+        values = [terms.objective, *terms.sums.values(), *terms.means.values()]
+        total = torch.stack([value.detach().double() for value in values])
+        self.all_reduce([total])
+        objective, *rest = (new.to(old.dtype) for new, old in zip(total, values, strict=True))
         sums, means = dict(zip(terms.sums, rest, strict=False)), rest[len(terms.sums) :]
-        return Terms(first, sums, dict(zip(terms.means, means, strict=True)))
+        return Terms(objective, sums, dict(zip(terms.means, means, strict=True)))
 
-    def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """The gradients of all shares together. A parameter that no share has reached has none."""
-        if self.size == 1:
+    def all_reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Sum the gradients over all shares. A parameter without a gradient on any rank keeps none."""
+        if self.world_size == 1:
             return
-        every = list(parameters)
-        reached = torch.tensor([float(p.grad is not None) for p in every])
-        self.sum([reached])
-        moved = [p for p, count in zip(every, reached.tolist(), strict=True) if count]
-        for p in moved:
+        parameters = list(parameters)
+        num_gradients = torch.tensor([float(p.grad is not None) for p in parameters])
+        self.all_reduce([num_gradients])
+        with_gradient = [p for p, count in zip(parameters, num_gradients.tolist(), strict=True) if count]
+        for p in with_gradient:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        self.sum([p.grad for p in moved if p.grad is not None])
+        self.all_reduce([p.grad for p in with_gradient if p.grad is not None])
 
 
 SINGLE_PROCESS = Ranks()
 
 
 class RankZeroOnly(Ranks):
-    """Rank 0 computes a whole batch. The others have none of it, and only meet it where the model is in shards."""
+    """Rank 0 computes a whole batch. The others compute empty shares, to take part in the collectives of FSDP2."""
 
     def __init__(self, inner: Ranks):
         self.inner, self.rank = inner, inner.rank
 
-    def most(self, count: int) -> int:
-        return self.inner.most(count)
+    def all_reduce_max(self, count: int) -> int:
+        return self.inner.all_reduce_max(count)
 
-    def share(self, batch: Batch) -> Batch:
+    def shard(self, batch: Batch) -> Batch:
         return batch.sub_batch(slice(0, 0)) if self.rank else batch
 
 
-def shares(batch: Batch, size: int) -> list[Tensor]:
-    """Which prompts each rank computes, in order: the longest groups first, each to whoever has the fewest tokens."""
-    cost = ((batch.prompt >= 0).sum(-1) + batch.present.sum((1, 2))).tolist()
-    own: list[list[int]] = [[] for _ in range(size)]
-    load = [0] * size
-    for prompt in sorted(range(len(cost)), key=lambda prompt: -cost[prompt]):
-        least = load.index(min(load))
-        own[least].append(prompt)
-        load[least] += cost[prompt]
-    return [torch.tensor(sorted(prompts), dtype=torch.long) for prompts in own]
+def assign_prompts(batch: Batch, world_size: int) -> list[Tensor]:
+    """Assign prompts to ranks: the groups with the most tokens first, each to the rank with the fewest tokens."""
+    num_tokens = ((batch.prompt >= 0).sum(-1) + batch.present.sum((1, 2))).tolist()
+    assigned: list[list[int]] = [[] for _ in range(world_size)]
+    load = [0] * world_size
+    for prompt in sorted(range(len(num_tokens)), key=lambda prompt: -num_tokens[prompt]):
+        rank = load.index(min(load))
+        assigned[rank].append(prompt)
+        load[rank] += num_tokens[prompt]
+    return [torch.tensor(sorted(prompts), dtype=torch.long) for prompts in assigned]

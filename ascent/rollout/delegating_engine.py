@@ -1,4 +1,4 @@
-"""A sampler around another one, which it passes for."""
+"""A rollout engine that delegates to another rollout engine."""
 
 from __future__ import annotations
 

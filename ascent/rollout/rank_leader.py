@@ -1,7 +1,7 @@
-"""Rank 0 leads and the others follow: the loop runs on rank 0 alone, and knows nothing of ranks.
+"""Runs the training loop on rank 0 while the other ranks carry out its commands.
 
-Its learner and its sampler are wrapped here. Whatever the loop asks of them, the wrapper first orders of every other
-rank, and then does its own part. The others repeat what they are told until they are told to end: `run_follower`.
+The loop knows nothing of ranks. Rank 0 wraps its learner and its rollout engine: each call is first sent to the other
+ranks as a command and then carried out here. The other ranks carry out commands until the run ends: `run_follower`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from ascent.training.compact_adamw import to_float32_state
 
 
 class RankZeroLearner:
-    """The learner of rank 0. Of the run's own objective, update and value loss every rank has its own copy."""
+    """The learner of rank 0, which sends its calls to the other ranks.
+
+    Every rank has its own copy of the run's objective, update and value loss, so these are not sent.
+    """
 
     def __init__(self, inner: Any, ranks: RankGroup):
         self.inner, self.ranks = inner, ranks
@@ -32,34 +35,34 @@ class RankZeroLearner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def _all(self, name: str, *args: Any, here: tuple[Any, ...] = ()) -> Any:
-        """A method of the learner, on every rank; `here`: what only rank 0 has to be given."""
-        with self.ranks.work():
-            self.ranks.tell("learner", name, *args)
+    def _on_all_ranks(self, name: str, *args: Any, here: tuple[Any, ...] = ()) -> Any:
+        """Call a method of the learner on every rank. `here`: further arguments on rank 0."""
+        with self.ranks.failing_together():
+            self.ranks.send_command("learner", name, *args)
             return getattr(self.inner, name)(*args, *here)
 
     def score(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
-        return self._all("score", sent(batch), needs)
+        return self._on_all_ranks("score", without_text(batch), needs)
 
     def step(self, mini: Batch, objective: Objective, update: TakeStep) -> UpdateResult:
-        return self._all("step", sent(mini), here=(objective, update))
+        return self._on_all_ranks("step", without_text(mini), here=(objective, update))
 
     def fit_critic(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
-        return self._all("fit_critic", sent(mini), here=(loss,))
+        return self._on_all_ranks("fit_critic", without_text(mini), here=(loss,))
 
     def gradient(self, mini: Batch, objective: Objective) -> Terms:
-        """For trials before a run: of an objective that is not the run's."""
-        return self._alone("gradient", mini, objective)
+        """Compute the gradient of another objective than the run's, for trials before a run."""
+        return self._on_rank_zero("gradient", mini, objective)
 
     def evaluate_objective(self, mini: Batch, objective: Objective) -> Tensor:
-        """For evaluations: an objective that is not the run's may keep what it is shown."""
-        return self._alone("evaluate_objective", mini, objective)
+        """Compute the value of another objective than the run's, for evaluations."""
+        return self._on_rank_zero("evaluate_objective", mini, objective)
 
-    def _alone(self, name: str, mini: Batch, objective: Objective) -> Any:
-        """Where rank 0 has all parameters, it computes the whole batch."""
-        if not self.inner.alone:
-            with self.ranks.work():
-                self.ranks.tell("learner", "on_rank_zero", name, sent(mini.sub_batch(slice(0, 0))))
+    def _on_rank_zero(self, name: str, mini: Batch, objective: Objective) -> Any:
+        """Compute the whole batch on rank 0. With shards, the other ranks take part with empty batches."""
+        if not self.inner.computes_alone:
+            with self.ranks.failing_together():
+                self.ranks.send_command("learner", "on_rank_zero", name, without_text(mini.sub_batch(slice(0, 0))))
                 return self.inner.on_rank_zero(name, mini, objective)
         self.inner.ranks = SINGLE_PROCESS
         try:
@@ -68,19 +71,19 @@ class RankZeroLearner:
             self.inner.ranks = self.ranks
 
     def mix_reference(self, rate: float) -> None:
-        self._all("mix_reference", rate)
+        self._on_all_ranks("mix_reference", rate)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        return self._all("state")
+        return self._on_all_ranks("state")
 
     def stage_parts(self, aside: Path) -> Any:
-        """Every rank's own part of a checkpoint, to be written to this folder; None: rank 0 writes `state`."""
-        return self._all("stage_parts", aside) if self.inner.large else None
+        """Stage each rank's part of a checkpoint in this folder; None: rank 0 writes `state`."""
+        return self._on_all_ranks("stage_parts", aside) if self.inner.writes_shards else None
 
     def restore(self, state: dict[str, dict[str, Tensor]]) -> None:
-        with self.ranks.work():
-            state = to_float32_state(state, list(self.inner.params()))  # packed bits cannot be cut into shards
-            self.ranks.tell("learner", "restore")
+        with self.ranks.failing_together():
+            state = to_float32_state(state, list(self.inner.params()))  # the packed form cannot be sharded
+            self.ranks.send_command("learner", "restore")
             self.ranks.broadcast_groups(state)
             self.inner.restore(state)
 
@@ -90,10 +93,10 @@ class RankZeroLearner:
 
 
 class RankedEngine(DelegatingEngine):
-    """Every rank draws the responses to its share of the prompts. Seeds belong to responses: who draws is no matter.
+    """A rollout engine that generates each rank's share of the prompts on that rank.
 
-    A conversation is played on rank 0 alone, where its environment is; so is everything without such seeds drawn
-    (small policies) or read (offline data) there.
+    Seeds belong to responses, so results do not depend on the assignment. Conversations are played on rank 0, where
+    their environments are. Engines without a seed per response (small policies, offline data) also run on rank 0 only.
     """
 
     def __init__(self, inner: Any, ranks: RankGroup, learner: Any, seeded: bool):
@@ -101,14 +104,14 @@ class RankedEngine(DelegatingEngine):
         self.ranks, self.learner, self.seeded = ranks, learner, seeded
 
     def load(self, params: dict[str, Tensor], version: int) -> None:
-        with self.ranks.work():
-            self.ranks.tell("sampler", "take", version)
-            self.take(version)
+        with self.ranks.failing_together():
+            self.ranks.send_command("engine", "load_own", version)
+            self.load_own(version)
 
-    def take(self, version: int) -> None:
-        """The parameters of this rank's own learner."""
-        self.ranks.watch.step = version
-        self.learner.refresh()
+    def load_own(self, version: int) -> None:
+        """Load the parameters of this rank's learner."""
+        self.ranks.heartbeat.step = version
+        self.learner.refresh_params()
         self.inner.load(self.learner.params(), version)
 
     def generate(
@@ -117,63 +120,69 @@ class RankedEngine(DelegatingEngine):
         if prompts.start_episodes is not None or not self.seeded:
             return self.inner.generate(prompts, samples, greedy, limit=limit, seed=seed)
         seeds = None if greedy else response_seeds(len(prompts), samples, self.inner.generator, seed)
-        with self.ranks.work():
-            self.ranks.tell("sampler", "part", prompts, samples, seeds, limit)
-            rollouts = self.part(prompts, samples, seeds, limit)
+        with self.ranks.failing_together():
+            self.ranks.send_command("engine", "generate_share", prompts, samples, seeds, limit)
+            rollouts = self.generate_share(prompts, samples, seeds, limit)
         assert rollouts is not None
         return rollouts
 
-    def part(self, prompts: Prompts, samples: int, seeds: Tensor | None, limit: int | None) -> Rollouts | None:
-        """Draw this rank's share; on rank 0, everybody's in the order of the prompts."""
-        own = torch.arange(len(prompts))[self.ranks.rank :: self.ranks.size]
-        drawn = None
-        if len(own):
-            drawn = self.inner.draw(prompts[own], samples, None if seeds is None else seeds[own], limit)
-        parts = [(place, part) for place, part in self.ranks.gather((own, drawn)) if part is not None]
+    def generate_share(
+        self, prompts: Prompts, samples: int, seeds: Tensor | None, limit: int | None
+    ) -> Rollouts | None:
+        """Generate the responses to this rank's share of the prompts. Rank 0 returns all, in the prompts' order."""
+        indices = torch.arange(len(prompts))[self.ranks.rank :: self.ranks.world_size]
+        rollouts = None
+        if len(indices):
+            rollouts = self.inner.draw(prompts[indices], samples, None if seeds is None else seeds[indices], limit)
+        gathered = [(index, part) for index, part in self.ranks.gather((indices, rollouts)) if part is not None]
         if self.ranks.rank:
             return None
-        if self.ranks.size == 1:
-            return drawn
-        order = torch.cat([place for place, _ in parts]).argsort()
-        return join([part for _, part in parts]).select(order)
+        if self.ranks.world_size == 1:
+            return rollouts
+        order = torch.cat([index for index, _ in gathered]).argsort()
+        return join([part for _, part in gathered]).select(order)
 
-    def _generate_all(self, one: PendingRollout) -> Rollouts:
-        rollouts = super()._generate_all(one)
-        if rollouts is not one.rollouts and self.seeded:
+    def _generate_all(self, pending: PendingRollout) -> Rollouts:
+        rollouts = super()._generate_all(pending)
+        if rollouts is not pending.rollouts and self.seeded:
             self.inner.timeline.merge(self.inner.latest)
         return rollouts
 
 
-def sent(batch: Batch) -> Batch:
-    """A batch without what no learner reads: words."""
+def without_text(batch: Batch) -> Batch:
+    """Return the batch without its texts and measures, which learners do not read."""
     return replace(batch, notes=None, errors=(), measures=None, measure_names=())
 
 
 def wrap_for_ranks(parts: Any, ranks: RankGroup) -> None:
-    """The parts of a run on one of its ranks, before it leads or follows."""
-    learner, drawn = parts.learner, parts.judged[1] if parts.judged else None
-    ranked = RankedEngine(drawn or parts.engine, ranks, learner, drawn is not None and parts.backend.seeded)
+    """Wrap the engine, and on rank 0 the learner, of a run."""
+    learner, evaluation_engine = parts.learner, parts.judged[1] if parts.judged else None
+    is_seeded = evaluation_engine is not None and parts.backend.seeded
+    ranked = RankedEngine(evaluation_engine or parts.engine, ranks, learner, is_seeded)
     if parts.judged:
         parts.judged = parts.judged[0], ranked
-    offline = drawn is not None and parts.engine is not drawn
-    parts.engine = RankedEngine(parts.engine, ranks, learner, False) if offline else ranked
+    is_offline = evaluation_engine is not None and parts.engine is not evaluation_engine
+    parts.engine = RankedEngine(parts.engine, ranks, learner, False) if is_offline else ranked
     if ranks.rank == 0:
         parts.learner = RankZeroLearner(learner, ranks)
-        parts.notes += (f"{ranks.size} ranks: {learner.placement}",)
+        parts.notes += (f"{ranks.world_size} ranks: {learner.placement}",)
 
 
 def run_follower(parts: Any, ranks: RankGroup) -> None:
-    """Do what rank 0 orders until it ends the run. It alone hears of Ctrl-C, and decides what is saved."""
+    """Carry out the commands of rank 0 until the run ends. Only rank 0 handles Ctrl-C."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     algorithm, learner = parts.config.algorithm, parts.learner
-    own = {"step": (algorithm.objective, algorithm.update), "fit": (getattr(algorithm.critic, "loss", None),)}
-    called = {"learner": learner, "sampler": parts.judged[1] if parts.judged else parts.engine}
+    local_args = {
+        "step": (algorithm.objective, algorithm.update),
+        "fit_critic": (getattr(algorithm.critic, "loss", None),),
+    }
+    targets = {"learner": learner, "engine": parts.judged[1] if parts.judged else parts.engine}
     while True:
-        part, name, args = ranks.hear()
+        target, name, args = ranks.receive_command()
         if name == "end":
-            learner.settle()
+            learner.wait_for_writes()
             return
-        with ranks.work():
-            args = (ranks.broadcast_groups(keep=learner.part),) if name == "restore" else args
-            getattr(called[part], name)(*args, *own.get(name, ()))
+        with ranks.failing_together():
+            args = (ranks.broadcast_groups(keep=learner.local_shard),) if name == "restore" else args
+            getattr(targets[target], name)(*args, *local_args.get(name, ()))

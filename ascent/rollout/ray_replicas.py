@@ -13,7 +13,7 @@ from ascent.core.errors import ConfigError, RunError
 from ascent.distributed.ranks import CLUSTER_VARIABLE, in_ray_cluster
 from ascent.distributed.replica_errors import ReplicaLostError
 from ascent.distributed.weight_transfer import WeightSender, WeightSnapshot, say_stored
-from ascent.inference.remote.server_process import START
+from ascent.inference.remote.server_process import STARTUP_TIMEOUT
 from ascent.rollout.replica_engine import ReplicaEngine, check_cluster
 
 
@@ -103,7 +103,7 @@ def join_cluster(parts: Any) -> Any:
         return parts
     check_cluster(config)
     count, engine = len(crew.names()), getattr(config.policy, "engine", "local")
-    slow = None if engine == "local" else START
+    slow = None if engine == "local" else STARTUP_TIMEOUT
     parts.engine = ReplicaEngine(parts.engine, own, crew, config.to_dict(), config.ranks.deadline, slow)
     parts.judged = parts.judged[0], parts.engine
     with_engine = "" if engine == "local" else f", each with {engine}"

@@ -118,22 +118,22 @@ class Relay:
     # ---- routes
 
     async def _health(self, _: Request) -> Any:
-        if not await self.client.alive():
+        if not await self.client.is_healthy():
             raise HTTPException(503, "the engine does not respond")
         return {}
 
     async def _about(self, _: Request) -> Any:
-        return {"engine": self.client.dialect.name}
+        return {"engine": self.client.adapter.name}
 
     async def _check(self, request: Request) -> Any:
-        await self.client.greet(await read_body(request, TypeAdapter(ServerConfig)))
+        await self.client.check_server(await read_body(request, TypeAdapter(ServerConfig)))
         return {}
 
     async def _generate(self, request: Request) -> Any:
         body = await read_body(request, TypeAdapter(GenerateBody))
         if body.stream:
             return StreamingResponse(self._stream(body.request, body.salt), media_type="text/event-stream")
-        async with self.client.lanes(0):
+        async with self.client.slots(0):
             return (await self._while_connected(request, self.client.generate(body.request, body.salt)))._asdict()
 
     async def _stream(self, request: EngineRequest, salt: str) -> AsyncGenerator[bytes]:
@@ -141,7 +141,7 @@ class Relay:
         partial: asyncio.Queue[EngineResponse | None] = asyncio.Queue()
 
         async def generate() -> EngineResponse:
-            async with self.client.lanes(0):
+            async with self.client.slots(0):
                 return await self.client.generate(request, salt, partial.put_nowait)
 
         generating, num_sent = asyncio.ensure_future(generate()), 0
@@ -211,7 +211,7 @@ class Relay:
             if upload is None or body.upload != upload.name:
                 raise HTTPException(409, "these weights have not arrived, or other weights have replaced them")
             try:
-                await self.client.load(WeightManifest(upload.path, body.tensors), body.version)
+                await self.client.load_weights(WeightManifest(upload.path, body.tensors), body.version)
             finally:
                 self._remove_upload()
         return {}

@@ -23,7 +23,7 @@ from ascent.core.errors import ConfigError
 from ascent.core.protocols import Objective, TakeStep, UpdateResult, ValueLoss
 from ascent.core.types import Batch, Outputs, Rollouts, Terms
 from ascent.core.update import Update, global_norm
-from ascent.distributed.rank_group import sum_buckets
+from ascent.distributed.rank_group import make_buckets
 from ascent.distributed.ranks import Ranks, RankZeroOnly
 from ascent.models.causal_lm import LanguageModel
 from ascent.models.fused_layers import fuse
@@ -45,7 +45,7 @@ from ascent.training.sharded_checkpoint import ShardedWrite, ShardWriter
 Groups = dict[str, dict[str, Tensor]]
 ADAPTER = "lora_"
 """In the name of every parameter that peft adds."""
-BUCKET = 2**24
+BUCKET_NUMEL = 2**24
 """Parameters of layers that are gathered at once, at least."""
 SPARE = 0.1
 """Of a GPU's memory: what parameters in float32 may take to stay there, in their own type, until the backward pass."""
@@ -88,7 +88,7 @@ class ShardedForward(ForwardModule):
         if size == 1:
             torch._foreach_copy_([whole[name] for name in self.own], [_local(p) for p in self.own.values()])
             return
-        for bucket in sum_buckets([Piece(p, whole[name], size) for name, p in self.own.items()]):
+        for bucket in make_buckets([Piece(p, whole[name], size) for name, p in self.own.items()]):
             mine = whole[next(iter(whole))].new_zeros(sum(piece.length for piece in bucket))
             places = list(mine.split([piece.length for piece in bucket]))
             own = [its[: piece.local.numel()] for its, piece in zip(places, bucket, strict=True)]
@@ -176,10 +176,10 @@ class Moved:
         """Of the whole gradient, of which every rank has a part."""
         flags = [(own.grad, _is_cut(p)) for own, p in zip(self.own, self.every, strict=True)]
         parts, whole = ([g for g, cut in flags if g is not None and cut is kind] for kind in (True, False))
-        if self.ranks.size == 1 or not parts:
+        if self.ranks.world_size == 1 or not parts:
             return global_norm(gradients)
         square = global_norm(parts).double().square()
-        self.ranks.sum([square])
+        self.ranks.all_reduce([square])
         return (square + (global_norm(whole).double().square() if whole else 0.0)).sqrt().to(gradients[0].dtype)
 
     def kept(self, name: str, value: Tensor) -> Any:
@@ -187,7 +187,7 @@ class Moved:
         p = self.every[int(name.split(".", 1)[0])]
         return _like(value, p) if value.dim() and _is_cut(p) else value
 
-    def part(self, name: str, value: Any) -> Any:
+    def local_shard(self, name: str, value: Any) -> Any:
         """What this rank holds of that."""
         p = self.every[int(name.split(".", 1)[0])]
         return value if _is_cut(value) else _cut(value, p) if value.dim() else value.to(p.device, copy=True)
@@ -195,14 +195,14 @@ class Moved:
     def restore(self, name: str, value: Any) -> None:
         assert self.optimizer is not None
         index, key = name.split(".", 1)
-        self.optimizer.state[self.own[int(index)]][key] = _local(self.part(name, value))
+        self.optimizer.state[self.own[int(index)]][key] = _local(self.local_shard(name, value))
 
 
 class ShardedLearner(LanguageLearner):
     """Trains a language model in shards; every rank calls every operation, in the same order."""
 
     placement = "each trains a part of the parameters, in shards, and samples from a whole copy"
-    alone = False
+    computes_alone = False
 
     def __init__(
         self, whole: LanguageModel, update: Update, reference: bool, outputs: frozenset[str], micro_batch: int,
@@ -216,12 +216,12 @@ class ShardedLearner(LanguageLearner):
         on = choice is not None and choice.on
         if whole.device.type == "cuda" and whole.fuses:
             fuse(whole.model)
-        critic, step = (ShardedCritic(whole, choice.shared, ranks.size), choice.update) if on else (None, None)
-        forward = shard(whole, ranks.size)
+        critic, step = (ShardedCritic(whole, choice.shared, ranks.world_size), choice.update) if on else (None, None)
+        forward = shard(whole, ranks.world_size)
         if critic is not None:
             critic.follow(forward)
         super().__init__(forward._lm[0], update, reference, outputs, 1, checkpointing, critic, step)
-        self.ranks, self.num_shards = ranks, ranks.size
+        self.ranks, self.num_shards = ranks, ranks.world_size
         self._moved = Moved(self.trainable(), update, ranks)
         self.optimizer = self._moved.optimizer
         self._critic_moved = None if step is None else Moved(self.critic.trained(), step, ranks)
@@ -231,31 +231,33 @@ class ShardedLearner(LanguageLearner):
         self._stale = False
         """Have the parameters moved since the whole copy was gathered?"""
         self.writing = ShardWriter(ranks)
-        self.large = state_bytes(whole) + critic_bytes(critic) > gather
+        self.writes_shards = state_bytes(whole) + critic_bytes(critic) > gather
         self.micro_batch = micro_batch
-        self._room = None if micro_batch else plan_micro_batches(whole, checkpointing, reference, critic, ranks.size)
+        self._room = (
+            None if micro_batch else plan_micro_batches(whole, checkpointing, reference, critic, ranks.world_size)
+        )
 
     def params(self) -> dict[str, Tensor]:
         """Those of the whole copy, as they were when the sampler last loaded."""
         return self.whole_lm.trained()
 
-    def refresh(self) -> None:
+    def refresh_params(self) -> None:
         if self._stale:
             self._forward.gather_into(self.params(), self.num_shards)
             self._stale = False
 
-    def mine(self, batch: Batch) -> Iterable[Batch]:
+    def local_microbatches(self, batch: Batch) -> Iterable[Batch]:
         """As many micro-batches as any rank has, because ranks meet inside of each: the last ones may be empty."""
-        parts = list(super().mine(batch))
+        parts = list(super().local_microbatches(batch))
         empty = place(batch.sub_batch(slice(0, 0)), self.lm.device)
-        return parts + [empty] * (self.ranks.most(len(parts)) - len(parts))
+        return parts + [empty] * (self.ranks.all_reduce_max(len(parts)) - len(parts))
 
-    def sum_gradients(self, parameters: list[Tensor]) -> None:
+    def all_reduce_gradients(self, parameters: list[Tensor]) -> None:
         """FSDP2 has summed those in shards already."""
         critic = self._critic_moved
         moved = critic if critic is not None and parameters[0] is critic.own[0] else self._moved
         if whole := [p for p in moved.every if not _is_cut(p)]:
-            super().sum_gradients(whole)
+            super().all_reduce_gradients(whole)
         moved.take()
 
     def step(self, mini: Batch, objective: Objective, update: TakeStep) -> UpdateResult:
@@ -304,7 +306,7 @@ class ShardedLearner(LanguageLearner):
             own["wide"] = own.pop("params")
         return self.writing.stage(own, aside, str(self.whole_lm.model.dtype).removeprefix("torch."))
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         self.writing.saver.wait()
 
     @property
@@ -322,17 +324,17 @@ class ShardedLearner(LanguageLearner):
         state = to_float32_state(state, list(own))
         check_params(own, state["params"])
         values = state.get("wide", state["params"])
-        self._forward.fill([self.part("params", name, values[name]) for name in own])
+        self._forward.fill([self.local_shard("params", name, values[name]) for name in own])
         self._stale = True
-        self.refresh()
+        self.refresh_params()
         if "reference" in state and self.kept is not None:
             self.moved = True
-            self.kept = [self.part("reference", name, state["reference"][name]) for name in own]
+            self.kept = [self.local_shard("reference", name, state["reference"][name]) for name in own]
         if self.critic is not None:
             own = self.critic.state_dict()
             check_params(own, state["critic"])
             for name, value in state["critic"].items():
-                _local(own[name]).copy_(_local(self.part("critic", name, value)))
+                _local(own[name]).copy_(_local(self.local_shard("critic", name, value)))
             if self.critic.own is not None:
                 self.critic.own.reshard()
         for name, value in state["optimizer"].items():
@@ -344,18 +346,18 @@ class ShardedLearner(LanguageLearner):
         saved |= {} if self.critic is None else {"critic": (self.critic.state_dict(), state["critic"])}
         for group, (own, whole) in saved.items():
             for name, p in own.items():
-                check_restored({name: _local(p)}, {name: _local(self.part(group, name, whole[name]))})
+                check_restored({name: _local(p)}, {name: _local(self.local_shard(group, name, whole[name]))})
         if not any(map(_is_cut, state["params"].values())):  # other ranks keep their shards alone
             check_restored(self.params(), state["params"])
 
-    def part(self, group: str, name: str, value: Any) -> Any:
+    def local_shard(self, group: str, name: str, value: Any) -> Any:
         """What this rank holds of a tensor of a checkpoint."""
         if _is_cut(value) or group == "loss_scale":
             return value
         if group == "optimizer":
-            return self._moved.part(name, value)
+            return self._moved.local_shard(name, value)
         if group == "critic_optimizer":
-            return value if self._critic_moved is None else self._critic_moved.part(name, value)
+            return value if self._critic_moved is None else self._critic_moved.local_shard(name, value)
         return _cut(value, self.critic.state_dict()[name] if group == "critic" else self._params[name])
 
 
@@ -458,7 +460,7 @@ def gathered_at_once(layers: Iterable[Any]) -> Iterator[list[Any]]:
     group: list[Any] = []
     for layer in layers:
         group.append(layer)
-        if sum(p.numel() for part in group for p in part.parameters()) >= BUCKET:
+        if sum(p.numel() for part in group for p in part.parameters()) >= BUCKET_NUMEL:
             yield group
             group = []
     if group:

@@ -168,7 +168,7 @@ class LanguageLearner(InProcessLearner):
                 f"--policy.checkpointing: {type(lm.model).__name__} has no layers to compute again; unset it"
             )
         fits = lm.fuses and (lm.device.type == "cuda" or lm.model.dtype == torch.float32)
-        if fits and self.alone and not update.full_batch:  # Fisher products differentiate twice
+        if fits and self.computes_alone and not update.full_batch:  # Fisher products differentiate twice
             fuse(lm.model)
             if critic is not None and critic.own is not None:
                 fuse(critic.own)
@@ -181,7 +181,9 @@ class LanguageLearner(InProcessLearner):
     def _capturing(self, backbone: nn.Module, working: list[Tensor], stepped: list[Tensor]) -> Captured | None:
         """What captures the passes over small rows, where flash attention computes them."""
         lm = self.lm
-        if not self.alone or self.compact is not None:  # in shards a layer is gathered as it works; graphs sum floats
+        if (
+            not self.computes_alone or self.compact is not None
+        ):  # in shards a layer is gathered as it works; graphs sum floats
             return None
         flash = segment_kernel(lm.model.get_input_embeddings().weight.new_empty(0, head_dim_of(lm))) is Flash
         if not (self.captures and flash and lm.shares) or self.checkpointing:

@@ -24,11 +24,11 @@ class InProcessLearner(Learner, Protocol):
 
     ranks: Ranks = SINGLE_PROCESS
     placement: str = "each has every parameter, and gradients are summed"
-    alone: bool = True
+    computes_alone: bool = True
     """Can one rank by itself compute a batch?"""
     num_shards: int = 1
     """How many ranks hold the trained state together."""
-    large: bool = False
+    writes_shards: bool = False
     """Is the state too large for one rank, so that each writes a part of a checkpoint?"""
 
     provides: frozenset[str] = frozenset({"logp_old", "logp_ref", "kl_full"})
@@ -92,24 +92,24 @@ class InProcessLearner(Learner, Protocol):
         else:
             self.critic_optimizer = update.optimizer(critic.trained())
 
-    def mine(self, batch: Batch) -> Iterable[Batch]:
+    def local_microbatches(self, batch: Batch) -> Iterable[Batch]:
         """The micro-batches of this rank's share."""
-        return self.split(self.ranks.share(batch))
+        return self.split(self.ranks.shard(batch))
 
     def whole(self, parts: list[Tensor], batch: Batch) -> Tensor:
         """Numbers of all micro-batches of all ranks, as `[prompt sample …]` of the batch."""
-        return self.ranks.put_together(joined(parts, self.ranks.share(batch)), batch)
+        return self.ranks.gather_shards(joined(parts, self.ranks.shard(batch)), batch)
 
-    def sum_gradients(self, parameters: list[Tensor]) -> None:
+    def all_reduce_gradients(self, parameters: list[Tensor]) -> None:
         """Those of this rank's share become those of all."""
-        self.ranks.sum_gradients(parameters)
+        self.ranks.all_reduce_gradients(parameters)
 
-    def refresh(self) -> None:
+    def refresh_params(self) -> None:
         """What a sampler reads follows the parameters; here it is the parameters themselves."""
         return None
 
     def _summed(self, value: Tensor) -> Tensor:
-        self.ranks.sum([value])
+        self.ranks.all_reduce([value])
         return value
 
     def params(self) -> dict[str, Tensor]:
@@ -121,7 +121,7 @@ class InProcessLearner(Learner, Protocol):
     @torch.no_grad()
     def score(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
         needs = needs & self.provides
-        parts = [self.scored(micro, needs) for micro in self.mine(batch)] if needs else []
+        parts = [self.scored(micro, needs) for micro in self.local_microbatches(batch)] if needs else []
         return {name: self.whole([part[name] for part in parts], batch).cpu() for name in sorted(needs)}
 
     def gradient(self, mini: Batch, objective: Objective) -> Terms:
@@ -130,7 +130,7 @@ class InProcessLearner(Learner, Protocol):
             parameter.grad = None
         parts: list[Terms] = []
         self._logp, self._entropy = [], []
-        for micro in self.mine(mini):
+        for micro in self.local_microbatches(mini):
             out = self.forward(micro)
             terms = objective(micro, out)
             self.backward(terms.objective)
@@ -138,8 +138,8 @@ class InProcessLearner(Learner, Protocol):
             if out.rating is None:
                 self._entropy.append(out.entropy.detach())
             parts.append(Terms(terms.objective.detach(), terms.sums, terms.means))
-        self.sum_gradients(self.trainable())
-        return self.ranks.sum_terms(added(parts))
+        self.all_reduce_gradients(self.trainable())
+        return self.ranks.all_reduce_terms(added(parts))
 
     def step(self, mini: Batch, objective: Objective, update: TakeStep) -> UpdateResult:
         terms, report = update(self, mini, objective)
@@ -150,7 +150,7 @@ class InProcessLearner(Learner, Protocol):
 
     @torch.no_grad()
     def evaluate_objective(self, mini: Batch, objective: Objective) -> Tensor:
-        parts = [objective(micro, self.forward(micro)).objective for micro in self.mine(mini)]
+        parts = [objective(micro, self.forward(micro)).objective for micro in self.local_microbatches(mini)]
         return self._summed(torch.stack(parts).sum())
 
     def fisher_product(self, mini: Batch) -> Callable[[list[Tensor]], list[Tensor]]:
@@ -158,7 +158,7 @@ class InProcessLearner(Learner, Protocol):
 
         A batch in one piece keeps its graph from product to product; one in parts is worked through anew.
         """
-        micros = [micro for micro in self.mine(mini) if len(micro.prompt)]
+        micros = [micro for micro in self.local_microbatches(mini) if len(micro.prompt)]
         kept = [self._linearized(micros[0])] if len(micros) == 1 else None
 
         def product(vector: list[Tensor]) -> list[Tensor]:
@@ -170,7 +170,7 @@ class InProcessLearner(Learner, Protocol):
                     logp_all, self.trainable(), weight * Jv, retain_graph=kept is not None, materialize_grads=True
                 )
                 torch._foreach_add_(total, part)
-            self.ranks.sum(total)
+            self.ranks.all_reduce(total)
             return list(torch._foreach_div(total, max(mini.tokens, 1)))
 
         return product
@@ -186,7 +186,9 @@ class InProcessLearner(Learner, Protocol):
     @torch.no_grad()
     def kl_from(self, mini: Batch, params: list[Tensor]) -> Tensor:
         """The mean KL(π_old ‖ π): a forward pass of each, so that no distribution is kept."""
-        parts = [torch.where(micro.loss_mask, self.kl(micro, params), 0.0).sum() for micro in self.mine(mini)]
+        parts = [
+            torch.where(micro.loss_mask, self.kl(micro, params), 0.0).sum() for micro in self.local_microbatches(mini)
+        ]
         return self._summed(torch.stack(parts).sum()) / max(mini.tokens, 1)
 
     @torch.no_grad()
@@ -205,11 +207,11 @@ class InProcessLearner(Learner, Protocol):
         assert self.critic_optimizer is not None
         self.critic_optimizer.zero_grad()
         parts = []
-        for micro in self.mine(mini):
+        for micro in self.local_microbatches(mini):
             part = loss(micro, self.values(micro))
             (part.flatten()[0] * scale / max(mini.tokens, 1)).backward()
             parts.append(part.detach())
-        self.sum_gradients(self.critic_optimizer.param_groups[0]["params"])
+        self.all_reduce_gradients(self.critic_optimizer.param_groups[0]["params"])
         return torch.stack(parts).sum(0)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -224,11 +226,11 @@ class InProcessLearner(Learner, Protocol):
         """What ranks write by themselves of the checkpoint in this folder; None: `state` is all of it."""
         return None
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         """Wait for what this rank is writing."""
         return None
 
-    def part(self, group: str, name: str, value: Tensor) -> Tensor:
+    def local_shard(self, group: str, name: str, value: Tensor) -> Tensor:
         """What this rank holds of a tensor of a checkpoint."""
         return value
 

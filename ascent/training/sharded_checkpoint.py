@@ -66,6 +66,6 @@ class ShardWriter:
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
                 own_sums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-        sums: list[Any] = [None] * self.ranks.size
+        sums: list[Any] = [None] * self.ranks.world_size
         dist.all_gather_object(sums, own_sums, group=self.group)
         return {name: value for part in sums for name, value in part.items()}

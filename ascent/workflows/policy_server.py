@@ -71,7 +71,7 @@ class Service:
         self.slots = self.sampler.rows + (serving.queue or 3 * self.sampler.rows)
         self.room = cache_tokens(lm, serving.cache, self.context) if self.here else 0
         self.key, self.queue = serving.key or secrets.token_urlsafe(32), RequestQueue(self.slots)
-        dialect = None if self.here else get_adapter(policy.engine)
+        adapter = None if self.here else get_adapter(policy.engine)
         settings = SessionSettings(
             context_length=self.context,
             max_prompt_tokens=self.context - 1,
@@ -79,8 +79,8 @@ class Service:
             temperature=config.temperature,
             sampling_params=SamplingParams(config.top_k, config.top_p, config.min_p),
             make_sampling_params=SamplingParams,
-            min_temperature=0.0 if dialect is None else dialect.coldest,
-            no_logprobs_reason="" if dialect is None else f"with --engine {dialect.name} {dialect.narrowed}",
+            min_temperature=0.0 if adapter is None else adapter.min_temperature,
+            no_logprobs_reason="" if adapter is None else f"with --engine {adapter.name} {adapter.truncation_note}",
         )
         renderer = ChatRenderer(copy.deepcopy(lm.tokenizer), lm.ends)  # the decode thread uses lm.tokenizer
         self.endpoint = Endpoint(self.queue, renderer, settings, lm.vocab, name, self.key)
@@ -93,7 +93,7 @@ class Service:
     def start(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Start the engine, if there is one, and then answer."""
         if not self.here:
-            self.sampler.fleet.tell = say
+            self.sampler.server_pool.on_status = say
             self.sampler.load({}, self.version)
         self.server.start()
 

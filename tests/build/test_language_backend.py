@@ -39,7 +39,7 @@ def config_of(**settings: Any) -> Config:
 
 
 class Two(Ranks):
-    size = 2
+    world_size = 2
 
 
 # ---- what is refused
@@ -113,7 +113,7 @@ def one_rank() -> Iterator[RankGroup]:
     """A group of one, in this process."""
     group = RankGroup(60.0, "cpu", (dist.TCPStore("127.0.0.1", 0, 1, True), 0, 1))
     yield group
-    group.watch.close()
+    group.heartbeat.close()
     dist.destroy_process_group()
 
 
@@ -131,7 +131,7 @@ def test_ranks_that_shard_have_a_sharded_learner(gather: float, large: bool, one
     assert type(made("replicate")) is LanguageLearner
     sharded = made("shard")
     assert type(sharded) is ShardedLearner
-    assert sharded.large is large, "its parameters take less than a MiB, and 1e-6 GiB are about a KiB"
+    assert sharded.writes_shards is large, "its parameters take less than a MiB, and 1e-6 GiB are about a KiB"
 
 
 def test_float16_parameters_are_refused_in_shards(one_rank: RankGroup) -> None:

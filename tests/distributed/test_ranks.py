@@ -30,7 +30,7 @@ from ascent.core.types import Batch, Terms
 from ascent.core.update import Adam
 from ascent.distributed.heartbeat import Heartbeat
 from ascent.distributed.rank_group import RankGroup
-from ascent.distributed.ranks import SINGLE_PROCESS, Ranks, shares, training_world_size
+from ascent.distributed.ranks import SINGLE_PROCESS, Ranks, assign_prompts, training_world_size
 from ascent.models.causal_lm import mix
 from ascent.models.fused_layers import Formulas, fuse, rotating
 from ascent.models.packed_attention import ours
@@ -170,7 +170,7 @@ def one_rank() -> Iterator[RankGroup]:
     """A group of one, in this process."""
     group = RankGroup(60.0, "cpu", (dist.TCPStore("127.0.0.1", 0, 1, True), 0, 1))
     yield group
-    group.watch.close()
+    group.heartbeat.close()
     dist.destroy_process_group()
 
 
@@ -258,7 +258,7 @@ def test_another_rank_cuts_its_shards_from_state_in_bfloat16(one_rank: RankGroup
     rank_0 = SimpleNamespace(work=nullcontext, tell=lambda *_: None, broadcast_groups=sent.update)
     RankZeroLearner(SimpleNamespace(params=sharded.params, restore=lambda _: None), rank_0).restore(small.state())
     sharded.restore(
-        {group: {name: sharded.part(group, name, t) for name, t in own.items()} for group, own in sent.items()}
+        {group: {name: sharded.local_shard(group, name, t) for name, t in own.items()} for group, own in sent.items()}
     )
     masters = dict(zip(small.params(), small.compact.masters(), strict=True))
     assert all(torch.equal(t, masters[name]) for name, t in sharded.state()["wide"].items())
@@ -313,7 +313,7 @@ def test_a_group_of_one_has_the_numbers_of_the_plain_learner_in_shards(one_rank:
     assert two.placement.startswith("each trains a part")
     for learner in (one, two):
         learner.step(batch, GRPO.objective, one_update)
-        learner.refresh()
+        learner.refresh_params()
     found, wanted = two.state(), one.state()
     assert found.keys() == wanted.keys()
     for group in wanted:
@@ -342,7 +342,7 @@ def test_shards_are_in_float32_while_layers_compute_in_bfloat16(one_rank: RankGr
     )
     for learner in (one, two):
         learner.step(batch, GRPO.objective, one_update)
-        learner.refresh()
+        learner.refresh_params()
     assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
     assert {p.dtype for p in two.trainable()} == {p.grad.dtype for p in two.trainable()} == {torch.float32}
     found, wanted = two.state(), one.state()
@@ -404,7 +404,7 @@ def test_no_model_is_there_twice_as_a_whole_while_it_is_cut(
         whole.append(sum(p.numel() for p in plain))
 
     monkeypatch.setattr(fsdp.HollowModel, "fill", fill)
-    monkeypatch.setattr(fsdp, "BUCKET", 1)
+    monkeypatch.setattr(fsdp, "BUCKET_NUMEL", 1)
     lm = model_of(dtype=torch.bfloat16, num_hidden_layers=4)
     fsdp.shard(lm, 1)
     every = sum(p.numel() for p in lm.model.parameters())
@@ -485,20 +485,20 @@ def until(found: Callable[[], Any]) -> Any:
 
 def test_a_rank_that_falls_silent_is_named_with_its_phase_and_step(pair: tuple[Heartbeat, Heartbeat]) -> None:
     first, second = pair
-    first.over = True  # it is asked below, and not interrupted
+    first.is_ending = True  # it is asked below, and not interrupted
     second.phase, second.step = "update", 7
     until(lambda: first._beats.get(1, {}).get("step") == 7)
-    first.over = False
+    first.is_ending = False
     first._interrupt = lambda *_: None  # type: ignore[method-assign]
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     second._stop.set()
-    said = until(first.said)
-    assert said.startswith("rank 1 of 2, in the phase update of step 7: no sign of life for 1 seconds")
+    said = until(first.failure)
+    assert said.startswith("rank 1 of 2, in the phase update of step 7: no heartbeat for 1 seconds")
 
 
 def test_the_first_failure_is_what_every_rank_says(pair: tuple[Heartbeat, Heartbeat]) -> None:
     first, second = pair
-    first.over = second.over = True
+    first.is_ending = second.is_ending = True
     second.phase, second.step = "generate", 3
     error = second.explain(torch.OutOfMemoryError("too much"))
     assert "rank 1 of 2, in the phase generate of step 3: out of memory: lower --micro-batch" in str(error)
@@ -512,7 +512,7 @@ def test_shares_hold_every_prompt_once_and_are_balanced_by_tokens() -> None:
     batch = batch_of(model_of())
     cost = (batch.prompt >= 0).sum(-1) + batch.present.sum((1, 2))
     for size in (1, 2, 3, 5):
-        parts = shares(batch, size)
+        parts = assign_prompts(batch, size)
         assert torch.cat(parts).sort().values.tolist() == [0, 1, 2]
         loads = [int(cost[part].sum()) for part in parts]
         assert max(loads) - min(loads) <= int(cost.max())
@@ -520,26 +520,28 @@ def test_shares_hold_every_prompt_once_and_are_balanced_by_tokens() -> None:
 
 def test_a_share_divides_by_the_tokens_of_the_whole() -> None:
     batch = batch_of(model_of())
-    part = batch.sub_batch(shares(batch, 2)[1])
+    part = batch.sub_batch(assign_prompts(batch, 2)[1])
     assert part.tokens == batch.tokens > int(part.loss_mask.sum())
 
 
 def test_one_process_has_nothing_to_do() -> None:
     batch, numbers = batch_of(model_of()), [torch.ones(3)]
-    SINGLE_PROCESS.sum(numbers)
-    assert SINGLE_PROCESS.share(batch) is batch and torch.equal(numbers[0], torch.ones(3))
-    assert SINGLE_PROCESS.gather(5) == [5] and SINGLE_PROCESS.broadcast(6) == 6 and SINGLE_PROCESS.most(7) == 7
+    SINGLE_PROCESS.all_reduce(numbers)
+    assert SINGLE_PROCESS.shard(batch) is batch and torch.equal(numbers[0], torch.ones(3))
+    assert (
+        SINGLE_PROCESS.gather(5) == [5] and SINGLE_PROCESS.broadcast(6) == 6 and SINGLE_PROCESS.all_reduce_max(7) == 7
+    )
 
 
 class FirstOfTwo(Ranks):
     """A rank beside another one, whose numbers are known beforehand."""
 
-    size = 2
+    world_size = 2
 
     def __init__(self, others: list[Any], rank: int = 0):
         self.others, self.rank = others, rank
 
-    def sum(self, tensors: list[torch.Tensor]) -> None:
+    def all_reduce(self, tensors: list[torch.Tensor]) -> None:
         for tensor, other in zip(tensors, self.others.pop(0), strict=True):
             tensor += other
 
@@ -549,13 +551,13 @@ class FirstOfTwo(Ranks):
 
 def test_parts_are_put_together_in_the_order_of_the_batch() -> None:
     batch = batch_of(model_of())
-    mine, others = shares(batch, 2)
+    mine, others = assign_prompts(batch, 2)
     assert torch.cat([mine, others]).tolist() != [0, 1, 2]
     numbers = torch.tensor([10.0, 20.0, 30.0])
-    assert torch.equal(FirstOfTwo([numbers[others]]).put_together(numbers[mine], batch), numbers)
+    assert torch.equal(FirstOfTwo([numbers[others]]).gather_shards(numbers[mine], batch), numbers)
     part = numbers[others]
-    assert FirstOfTwo([], rank=1).put_together(part, batch) is part, "only rank 0 has all of them"
-    assert SINGLE_PROCESS.put_together(numbers, batch) is numbers
+    assert FirstOfTwo([], rank=1).gather_shards(part, batch) is part, "only rank 0 has all of them"
+    assert SINGLE_PROCESS.gather_shards(numbers, batch) is numbers
 
 
 def test_terms_are_summed_by_their_names() -> None:
@@ -563,12 +565,12 @@ def test_terms_are_summed_by_their_names() -> None:
         return torch.tensor(value, dtype=dtype, requires_grad=True)
 
     terms = Terms(number(1.0), {"a": number(2.0), "b": number(3.0, torch.float64)}, {"c": number(4.0)})
-    total = FirstOfTwo([[torch.tensor([10.0, 20.0, 30.0, 40.0])]]).sum_terms(terms)
+    total = FirstOfTwo([[torch.tensor([10.0, 20.0, 30.0, 40.0])]]).all_reduce_terms(terms)
     assert total.objective.item() == 11.0 and total.objective.dtype == torch.float32
     assert {name: value.item() for name, value in total.sums.items()} == {"a": 22.0, "b": 33.0}
     assert total.sums["b"].dtype == torch.float64
     assert {name: value.item() for name, value in total.means.items()} == {"c": 44.0}
-    assert SINGLE_PROCESS.sum_terms(terms) is terms
+    assert SINGLE_PROCESS.all_reduce_terms(terms) is terms
 
 
 def test_gradients_are_summed_where_any_share_has_one() -> None:
@@ -576,7 +578,7 @@ def test_gradients_are_summed_where_any_share_has_one() -> None:
     mine.grad = torch.tensor([1.0, 2.0])
     reached = torch.tensor([0.0, 1.0, 0.0])
     other = FirstOfTwo([[reached], [torch.zeros(2), torch.tensor([3.0, 4.0])]])
-    other.sum_gradients([mine, theirs, nobodys])
+    other.all_reduce_gradients([mine, theirs, nobodys])
     assert mine.grad.tolist() == [1.0, 2.0]
     assert theirs.grad is not None and theirs.grad.tolist() == [3.0, 4.0]
     assert nobodys.grad is None
@@ -587,7 +589,7 @@ def test_gradients_are_summed_where_any_share_has_one() -> None:
 
 def test_a_reward_model_is_loaded_by_rank_0_alone(tmp_path: Path) -> None:
     class Second(Ranks):
-        rank, size = 1, 2
+        rank, world_size = 1, 2
 
     (tmp_path / "config.json").write_text('{"loss": {"name": "bradley-terry"}}')  # as of a run
     (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)

@@ -90,7 +90,7 @@ def quiet() -> Iterator[Relaying]:
         async def never(*_: Any, **__: Any) -> Any:
             raise AssertionError("the engine was reached")
 
-        one.client.ask = never  # type: ignore[method-assign]
+        one.client.call = never  # type: ignore[method-assign]
         yield one
 
 
@@ -102,7 +102,7 @@ def quiet() -> Iterator[Relaying]:
 def test_rollouts_and_weights_go_through_a_relay(
     stack: ExitStack, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_files, "SHARED", tmp_path)
+    monkeypatch.setattr(weight_files, "SHARED_MEMORY", tmp_path)
     monkeypatch.setenv("A_KEY", KEY)
     relays: list[Relaying] = []
 
@@ -120,7 +120,7 @@ def test_rollouts_and_weights_go_through_a_relay(
     assert not list(tmp_path.iterdir()), "weights take memory: none are left on either side"
     assert all(server.received for server in world.servers)
     world.server.forget = "lm_head.weight"
-    with pytest.raises(RunError, match="does not draw from this policy"):
+    with pytest.raises(RunError, match="does not sample from this policy"):
         world.load(2)
 
 
@@ -137,22 +137,22 @@ def test_a_response_is_streamed_through_a_relay(stack: ExitStack, engine: str, m
 
     world = World(stack, engine=engine, through=through, policy={"engine_key_env": "A_KEY"})
     world.load(0)
-    request, fleet = EngineRequest([5, 6, 7], 8, 0.7, 3, (0,), (5, 0.9, 0.01)), world.sampler.fleet
-    whole, pieces = fleet.ask(0, 0, request)[1].result(60), list[EngineResponse]()
-    answer = fleet.ask(0, 0, request, pieces.append)[1].result(60)
+    request, server_pool = EngineRequest([5, 6, 7], 8, 0.7, 3, (0,), (5, 0.9, 0.01)), world.sampler.server_pool
+    whole, pieces = server_pool.submit(0, 0, request)[1].result(60), list[EngineResponse]()
+    answer = server_pool.submit(0, 0, request, pieces.append)[1].result(60)
     assert answer == whole and pieces[-1].tokens == whole.tokens and len(pieces) > 2
     for piece in pieces:
         assert piece.tokens == whole.tokens[: len(piece.tokens)] and piece.logp == whole.logp[: len(piece.tokens)]
     world.server.kills = [3]
     with pytest.raises(ServerLostError):
-        fleet.ask(0, 0, request, pieces.append)[1].result(60)
+        server_pool.submit(0, 0, request, pieces.append)[1].result(60)
     world.load(1)
     world.server.hold_at = 2
-    lanes = relays[0].client.lanes
-    free, asked = lanes.free, fleet.ask(0, 0, request, pieces.append)[1]
-    until(lambda: world.server.held == 1 and lanes.free == free - 1)
+    slots = relays[0].client.slots
+    free, asked = slots.free, server_pool.submit(0, 0, request, pieces.append)[1]
+    until(lambda: world.server.held == 1 and slots.free == free - 1)
     asked.cancel()  # nobody waits any more, and so the relay does not
-    until(lambda: lanes.free == free)
+    until(lambda: slots.free == free)
     with world.server.lock:
         world.server.hold_at = -1
         world.server.lock.notify_all()
@@ -184,7 +184,7 @@ def test_an_engine_that_dies_behind_its_relay_loses_nothing(stack: ExitStack, mo
     expected = world.generate(samples=4)
     world.server.die_after = len(world.server.asked) + 3
     same(world.generate(samples=4), expected)
-    assert world.sampler.fleet.servers[0].down
+    assert world.sampler.server_pool.servers[0].is_down
 
 
 @pytest.mark.long
@@ -233,7 +233,10 @@ def test_nobody_decodes_for_a_trainer_that_is_gone(quiet: Relaying, monkeypatch:
             ended.set()
 
     monkeypatch.setattr(quiet.client, "generate", long)
-    body = {"request": {"prompt": [1], "most": 2, "temperature": 1.0, "seed": 0, "ends": []}, "salt": ""}
+    body = {
+        "request": {"prompt": [1], "max_tokens": 2, "temperature": 1.0, "seed": 0, "stop_token_ids": []},
+        "salt": "",
+    }
     sent = json.dumps(body).encode()
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(sent)}\r\n\r\n"
     with closing(socket.create_connection(("127.0.0.1", quiet.port))) as trainer:
@@ -283,7 +286,13 @@ def test_no_other_address_is_reached(quiet: Relaying, target: str) -> None:
     [
         ("/generate", []),
         ("/generate", {"request": {"prompt": "abc"}, "salt": ""}),
-        ("/generate", {"request": {"prompt": [1], "most": None, "temperature": 1, "seed": 0, "ends": []}, "salt": ""}),
+        (
+            "/generate",
+            {
+                "request": {"prompt": [1], "max_tokens": None, "temperature": 1, "seed": 0, "stop_token_ids": []},
+                "salt": "",
+            },
+        ),
         ("/greet", {"config": {}, "more": 1}),
         ("/load", {"upload": "../x"}),
         ("/load", {"upload": "x", "version": "../../x", "tensors": {}}),
@@ -302,7 +311,7 @@ def test_weights_that_never_arrived_are_not_loaded(quiet: Relaying) -> None:
 def test_sizes_are_bounded_before_anything_is_written(
     quiet: Relaying, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_files, "SHARED", tmp_path)
+    monkeypatch.setattr(weight_files, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(relay_module, "MAX_BODY_BYTES", 1000)
     assert quiet.ask("POST", "/generate", content=b"x" * 1001).status_code == 413
     head = f"PUT /weights HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {2**30 + 1}\r\n\r\n"
@@ -322,7 +331,7 @@ def test_sizes_are_bounded_before_anything_is_written(
 def test_an_upload_that_is_cut_off_leaves_nothing_and_the_next_one_is_taken(
     quiet: Relaying, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_files, "SHARED", tmp_path)
+    monkeypatch.setattr(weight_files, "SHARED_MEMORY", tmp_path)
     head = f"PUT /weights HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 1000\r\n\r\n"
     with closing(socket.create_connection(("127.0.0.1", quiet.port))) as peer:
         peer.sendall(head.encode() + b"x" * 500)
@@ -348,12 +357,12 @@ def test_a_key_is_long_plain_and_for_its_owner_alone(tmp_path: Path, monkeypatch
     file.chmod(0o600)
     assert read_key("", str(file)) == KEY
     file.chmod(0o640)
-    with pytest.raises(ConfigError, match="others on this machine can read it"):
+    with pytest.raises(ConfigError, match="other users can read this file"):
         read_key("", str(file), "--engine.")
     monkeypatch.setenv("A_KEY", "short")
-    with pytest.raises(ConfigError, match=r"\$A_KEY has no key of 16 plain characters"):
+    with pytest.raises(ConfigError, match=r"\$A_KEY has no key of at least 16 ASCII characters"):
         read_key("A_KEY", "")
-    with pytest.raises(ConfigError, match=r"--engine\.key-file .*: it cannot be read"):
+    with pytest.raises(ConfigError, match=r"--engine\.key-file .*: cannot be read"):
         read_key("", str(tmp_path / "none"), "--engine.")
 
 
@@ -430,7 +439,7 @@ def test_the_command_hands_its_flags_to_the_relay(
         signal.signal(signal.SIGTERM, handler)
     (relay,) = made
     assert closed == made, "weights that it holds are removed"
-    assert relay.max_upload_bytes == 3 * 2**30 and relay.client.lanes.free == 5 and relay.client.deadline == 7
+    assert relay.max_upload_bytes == 3 * 2**30 and relay.client.slots.free == 5 and relay.client.deadline == 7
     said = capsys.readouterr().out
     assert said.startswith("sglang at http://127.0.0.1:9 is relayed at http://127.0.0.1:") and KEY not in said
 
@@ -459,16 +468,16 @@ def test_an_engine_that_is_silent_is_not_healthy(quiet: Relaying, monkeypatch: p
     async def alive(answer: bool) -> bool:
         return answer
 
-    monkeypatch.setattr(quiet.client, "alive", lambda: alive(False))
+    monkeypatch.setattr(quiet.client, "is_healthy", lambda: alive(False))
     reply = quiet.ask("GET", "/health")
     assert (reply.status_code, reply.json()) == (503, {"error": "the engine does not respond"})
     assert reply.headers["connection"] == "close"
-    monkeypatch.setattr(quiet.client, "alive", lambda: alive(True))
+    monkeypatch.setattr(quiet.client, "is_healthy", lambda: alive(True))
     assert quiet.ask("GET", "/health").status_code == 200
 
 
 def test_weights_that_are_late_leave_nothing(quiet: Relaying, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_files, "SHARED", tmp_path)
+    monkeypatch.setattr(weight_files, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(quiet.client, "deadline", 0.05)
     head = f"PUT /weights HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 1000\r\n\r\n"
     with closing(socket.create_connection(("127.0.0.1", quiet.port))) as peer:
@@ -481,7 +490,7 @@ def test_weights_that_are_late_leave_nothing(quiet: Relaying, tmp_path: Path, mo
 def test_weights_come_in_pieces_and_are_loaded_once(
     quiet: Relaying, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_files, "SHARED", tmp_path)
+    monkeypatch.setattr(weight_files, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(relay_module, "CHUNK_BYTES", 10)
     content = bytes(range(256)) * 300
     upload = quiet.ask("PUT", "/weights", content=content).json()
@@ -494,7 +503,7 @@ def test_weights_come_in_pieces_and_are_loaded_once(
         await asyncio.to_thread(release.wait, 60)
         raise RunError("the engine takes other weights")
 
-    monkeypatch.setattr(quiet.client, "load", load)
+    monkeypatch.setattr(quiet.client, "load_weights", load)
     body = {"upload": upload["upload"], "version": 3, "tensors": {}}
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(quiet.ask, "POST", "/load", json=body)

@@ -147,13 +147,13 @@ def learner() -> Iterator[ShardedLearner]:
         p.grad = torch.ones_like(p)
     made.optimizer.step()
     yield made
-    group.watch.close()
+    group.heartbeat.close()
     dist.destroy_process_group()
 
 
 def written(learner: ShardedLearner, folder: Path) -> Path:
     final = checkpoint.step_folder(folder, 7)
-    parts = learner.stage_parts(checkpoint.aside_of(final)) if learner.large else None
+    parts = learner.stage_parts(checkpoint.aside_of(final)) if learner.writes_shards else None
     saved = {"step": 7, "state": {}, "records": {}}
     checkpoint.save(folder, 7, {"rng": {"x": torch.zeros(1)}}, saved, 2, None, parts)
     return final

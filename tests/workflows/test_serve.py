@@ -174,7 +174,7 @@ def test_what_cannot_be_served_is_refused(tiny_folder: Path, tmp_path: Path, cap
     open_file.chmod(0o644)
     for words, why in (
         (["--host", "0.0.0.0"], "in the open"),
-        (["--key-file", str(open_file)], "others on this machine can read it"),
+        (["--key-file", str(open_file)], "other users can read this file"),
         (["--rows", "-1"], "--rows"),
         (["--max-context", "100000"], "positions"),
         (["--cache", "0.0001"], "--cache"),

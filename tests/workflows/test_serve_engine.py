@@ -21,8 +21,7 @@ import torch
 
 from ascent.cli.main import main
 from ascent.core.errors import ConfigError, RunError
-from ascent.inference.remote import request_forwarder as remote_requests
-from ascent.inference.remote import weight_probe
+from ascent.inference.remote import request_forwarder, weight_probe
 from ascent.models import CausalLM
 from ascent.workflows.loaded_policy import LoadedPolicy, model_policy
 from ascent.workflows.policy_server import ServeSettings, Service, service_of, with_engine
@@ -54,7 +53,7 @@ def behind(loaded: LoadedPolicy, engine: str = "vllm", servers: int = 1, **more:
     how = {"port": 0, "rows": 4, "context": 300, "engine": engine, "engine_settings": settings} | more
     try:
         with service_of(loaded, ServeSettings(**how)) as service:
-            service.sampler.look = 0.05
+            service.sampler.health_check_interval = 0.05
             thread = threading.Thread(target=service.run)
             thread.start()
             try:
@@ -151,7 +150,7 @@ def test_what_an_engine_cannot_do_is_refused_and_narrowed_draws_have_no_log_prob
     with behind(loaded) as (service, server), client_of(service) as client:
         for body, word in (
             ({"temperature": 0.001}, "temperature"),
-            ({"top_p": 0.5, "logprobs": True}, "over what is left"),
+            ({"top_p": 0.5, "logprobs": True}, "over the kept tokens"),
             ({"presence_penalty": 1.0}, "presence_penalty"),
         ):
             answer = client.post("/chat/completions", json={"messages": HELLO, **body})
@@ -203,7 +202,7 @@ def test_a_full_queue_pushes_back_and_clients_that_leave_end_their_requests(load
             server.hold_at = -1
             server.lock.notify_all()
         assert say(client)["choices"]
-        assert service.endpoint.counts["cancelled"] == 2 and not service.sampler.fleet.servers[0].owed
+        assert service.endpoint.counts["cancelled"] == 2 and not service.sampler.server_pool.servers[0].in_flight
 
 
 def test_what_a_server_refuses_fails_one_turn_and_a_server_that_is_gone_all(
@@ -216,7 +215,7 @@ def test_what_a_server_refuses_fails_one_turn_and_a_server_that_is_gone_all(
         assert answer.status_code == 503 and "refused" in answer.json()["error"]["message"]
         server.respond = real
         assert say(client)["choices"]
-        service.sampler.fleet.deadline = 0.2
+        service.sampler.server_pool.deadline = 0.2
         server.dead = True
         answer = client.post("/chat/completions", json={"messages": HELLO})
         assert answer.status_code == 503
@@ -225,15 +224,15 @@ def test_what_a_server_refuses_fails_one_turn_and_a_server_that_is_gone_all(
 
 
 def test_a_server_that_was_left_alone_is_taken_back(loaded: LoadedPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_requests, "AWAY", 0.05)
+    monkeypatch.setattr(request_forwarder, "READMIT_INTERVAL", 0.05)
     with behind(loaded, servers=2) as (service, servers), client_of(service) as client:
-        first = service.sampler.fleet.servers[0]
+        first = service.sampler.server_pool.servers[0]
         servers[0].kill()
         for seed in range(2, 6, 2):  # an even seed is asked of the first
             say(client, seed=seed)
-        assert first.down
+        assert first.is_down
         servers[0].revive()
-        until(lambda: servers[0].version == "0" and not first.down)  # it has weights again
+        until(lambda: servers[0].version == "0" and not first.is_down)  # it has weights again
         before = len(servers[0].asked)
         say(client, seed=8)
         assert len(servers[0].asked) > before

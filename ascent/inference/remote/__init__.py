@@ -1,1 +1,1 @@
-"""Rollouts from a serving engine in its own process: vLLM or SGLang over HTTP. Nothing of them is imported here."""
+"""Rollouts from a serving engine (vLLM or SGLang) in a separate process, over HTTP. Neither engine is imported here."""

@@ -1,4 +1,4 @@
-"""Every serving engine: a new one is one file and one line here. `CausalLM.engine` names them."""
+"""The supported serving engines. To add one, write its `EngineAdapter` and append it to `ENGINES`."""
 
 from ascent.inference.remote.engine_adapter import EngineAdapter
 from ascent.inference.remote.sglang import SGLang
@@ -8,5 +8,5 @@ ENGINES: tuple[EngineAdapter, ...] = (VLLM(), SGLang())
 
 
 def get_adapter(name: str) -> EngineAdapter:
-    """The dialect of `--engine NAME`."""
-    return next(dialect for dialect in ENGINES if dialect.name == name)
+    """Return the adapter of `--engine NAME`."""
+    return next(adapter for adapter in ENGINES if adapter.name == name)

@@ -1,7 +1,8 @@
-"""How an engine is spoken to: what a dialect says, and what every one of them is asked for.
+"""The interface of a serving-engine adapter, and the types that adapters exchange with the rest of the package.
 
-A new engine is one file with its `Dialect`, and one line in `ascent/inference/remote/adapters.py`. Which servers there
-are, who is asked for what, what is lost and probed is the same for all of them.
+An adapter translates requests, responses and weight updates to the HTTP API of one engine. A new engine needs one file
+with its `EngineAdapter` and one entry in `ascent/inference/remote/adapters.py`. The list of servers, load balancing,
+failure recovery and probing are the same for all engines.
 """
 
 from abc import ABC, abstractmethod
@@ -14,137 +15,135 @@ from ascent.inference.remote.weight_files import WeightManifest
 
 
 class EngineRequest(NamedTuple):
-    """One response that is asked for."""
+    """A request for one response."""
 
     prompt: list[int]
-    most: int
-    """The most tokens that it may have."""
+    max_tokens: int
     temperature: float
     """0: greedy."""
     seed: int
-    ends: tuple[int, ...]
-    """The tokens that end it, and no others do; none: it has `most` tokens."""
-    narrow: tuple[int, float, float] = (0, 1.0, 0.0)
-    """Top-k, top-p and min-p: what their log-probs are then is not known, so no run has them."""
+    stop_token_ids: tuple[int, ...]
+    """The only tokens that end the response; empty: it has exactly `max_tokens` tokens."""
+    truncation: tuple[int, float, float] = (0, 1.0, 0.0)
+    """Top-k, top-p and min-p. Training runs never set them, because the engines' log-probs are then ambiguous."""
 
 
 class EngineResponse(NamedTuple):
-    """One response as the server gave it."""
+    """A response, or a part of one, as the server returned it."""
 
     tokens: list[int]
     logp: list[float]
-    """After temperature (greedy: without one), over the whole vocabulary."""
+    """Log-probs over the whole vocabulary, after temperature (without temperature if greedy)."""
     versions: list[int]
-    """Whose weights drew each token."""
+    """The version of the weights that generated each token."""
     aborted: bool = False
-    ended: bool = False
-    """By an end token or a stop string, and not by its limit."""
+    stopped: bool = False
+    """Did it end at an end token or a stop string, rather than at its token limit?"""
 
-    def then(self, later: "EngineResponse") -> "EngineResponse":
-        """This, and what follows it."""
+    def concat(self, later: "EngineResponse") -> "EngineResponse":
+        """Return this response followed by `later`."""
         tokens, logp, versions = self.tokens + later.tokens, self.logp + later.logp, self.versions + later.versions
-        return EngineResponse(tokens, logp, versions, later.aborted, later.ended)
+        return EngineResponse(tokens, logp, versions, later.aborted, later.stopped)
 
 
 EMPTY_RESPONSE = EngineResponse([], [], [])
 
 
 class ServerConfig(NamedTuple):
-    """What a server is to serve."""
+    """The model that a server loads, and its limits."""
 
-    config: dict[str, Any]
-    """The model's, as in its config.json. Its weights are sent."""
+    model_config: dict[str, Any]
+    """The contents of config.json. The weights are transferred later."""
     dtype: str
-    length: int
-    """The most tokens of a prompt with its response."""
-    rows: int
-    """Responses that are decoded at once."""
-    cpu: bool
+    max_model_len: int
+    """Maximum number of tokens of a prompt with its response."""
+    max_num_seqs: int
+    """Maximum number of responses decoded at once."""
+    on_cpu: bool
 
 
 class ServerConnection(Protocol):
-    """What a dialect may do with a server."""
+    """The HTTP operations that an adapter may use."""
 
     url: str
 
-    def ask(self, path: str, body: Any = None, seconds: float | None = None) -> Awaitable[Any]:
-        """POST, or GET without a body; the answer's JSON."""
+    def call(self, path: str, body: Any = None, seconds: float | None = None) -> Awaitable[Any]:
+        """POST `body`, or GET if there is none, and return the JSON of the reply."""
         ...
 
-    def send(self, path: str, file: Path) -> Awaitable[Any]:
-        """PUT a file, in a stream; the answer's JSON, whose `checksum` is that of what was sent."""
+    def upload(self, path: str, file: Path) -> Awaitable[Any]:
+        """PUT a file as a stream and return the JSON of the reply, whose `checksum` is that of the file."""
         ...
 
 
 class EngineAdapter(ABC):
-    """One engine's words: requests and answers, new weights, and how a server is started."""
+    """Translates requests, responses, weight updates and the server's command line for one engine."""
 
     name: ClassVar[str]
-    """As `--engine` has it."""
+    """The value of `--engine`."""
     release: ClassVar[str]
-    """The version that this was written for, with the engine's own name."""
-    generates: ClassVar[str]
-    """The address that answers requests."""
-    coldest: ClassVar[float]
-    """Below this temperature it draws from something else than it was told."""
-    narrowed: ClassVar[str]
-    """Why the log-probs over the full vocabulary cannot be known with top-k, top-p or min-p."""
-    advice: ClassVar[str]
-    """What to look at where an address is missing."""
-    by_file: ClassVar[bool] = True
-    """Are weights handed over in a file?"""
+    """The supported engine and version."""
+    generate_path: ClassVar[str]
+    """The path of the endpoint that generates responses."""
+    min_temperature: ClassVar[float]
+    """The engine changes the sampling distribution below this temperature."""
+    truncation_note: ClassVar[str]
+    """Why full-vocabulary log-probs are unavailable with top-k, top-p or min-p."""
+    setup_hint: ClassVar[str]
+    """What to check if an endpoint is missing."""
+    uses_weight_file: ClassVar[bool] = True
+    """Are weights transferred through a file?"""
 
     @abstractmethod
-    def body(self, request: EngineRequest, salt: str) -> dict[str, Any]:
-        """The request. `salt` keeps it from the prefix caches of other versions."""
+    def request_body(self, request: EngineRequest, salt: str) -> dict[str, Any]:
+        """Return the JSON of a request. `salt` separates the prefix caches of different versions."""
 
     @abstractmethod
-    def read(self, reply: Any) -> EngineResponse:
-        """The answer. KeyError, TypeError or ValueError: it is not this engine's."""
+    def parse_response(self, reply: Any) -> EngineResponse:
+        """Parse a reply. KeyError, TypeError or ValueError mean that this engine did not send it."""
 
     @abstractmethod
-    def more(self, before: EngineResponse, event: Any) -> EngineResponse:
-        """A response as far as it has come, with the next event of its stream. Errors as in `read`."""
+    def parse_event(self, before: EngineResponse, event: Any) -> EngineResponse:
+        """Return the response so far, extended by the next event of its stream. Errors as in `parse_response`."""
 
     @abstractmethod
-    async def greet(self, server: ServerConnection, serving: ServerConfig) -> None:
-        """Before its first weights. RunError where it is not what this dialect is for, or cannot serve this run."""
+    async def check_server(self, server: ServerConnection, config: ServerConfig) -> None:
+        """Raise RunError if the server is not the supported engine or cannot serve this run."""
 
     @abstractmethod
-    async def load(self, server: ServerConnection, weights: WeightManifest, version: int) -> None:
-        """New weights: pause, transfer, compare what arrived, forget the caches of the old ones, continue.
+    async def load_weights(self, server: ServerConnection, weights: WeightManifest, version: int) -> None:
+        """Load new weights: pause, transfer, verify, drop the prefix cache and the KV cache, resume.
 
-        Responses that are being written wait meanwhile, and continue under the new weights with their cache computed
-        anew.
+        Unfinished responses are paused meanwhile. They continue under the new weights with a recomputed KV cache.
         """
 
     @abstractmethod
-    def arguments(self, serving: ServerConfig, model: Path, port: int) -> list[str]:
-        """What the interpreter of its environment is started with, to listen on loopback at this port."""
+    def server_arguments(self, config: ServerConfig, model: Path, port: int) -> list[str]:
+        """Return the arguments of the Python interpreter that start the server on a loopback port."""
 
     @abstractmethod
-    def environment(self, serving: ServerConfig) -> tuple[dict[str, str], dict[str, str]]:
-        """Environment variables: those that the user may have set otherwise, and those that have to be."""
+    def server_environment(self, config: ServerConfig) -> tuple[dict[str, str], dict[str, str]]:
+        """Return two sets of environment variables: defaults that the user may override, and required ones."""
 
-    def close(self) -> None:  # noqa: B027 (most have nothing)
-        """Let go of what it has with the servers."""
+    def close(self) -> None:  # noqa: B027 (most adapters hold no resources)
+        """Release the resources that are shared with the servers."""
 
-    def know(self, url: str, version: str) -> None:
-        """RunError where that version is not the one that this was written for."""
+    def check_version(self, url: str, version: str) -> None:
+        """Raise RunError if the server has another version than the supported one."""
         name, _, number = self.release.partition(" ")
         if not f"{version}.".startswith(f"{number}."):
-            raise RunError(f"{url} is {name} {version}, and Ascent speaks to {self.release}: install that")
+            raise RunError(f"{url} runs {name} {version}, but Ascent supports {self.release}: install that version")
 
-    def fits(self, url: str, most: int, needed: int, flag: str) -> None:
-        """RunError where the server takes fewer tokens than a prompt with its response may have."""
-        if most < needed:
+    def check_context_length(self, url: str, context_length: int, needed: int, flag: str) -> None:
+        """Raise RunError if a prompt with its response may exceed the context length of the server."""
+        if context_length < needed:
             raise RunError(
-                f"{url} takes {most} tokens, and a prompt with its response may have {needed} here: start it with "
-                f"{flag} {needed} or more, and with memory for them"
+                f"{url} has a context length of {context_length} tokens, but a prompt with its response may have "
+                f"{needed}: start the server with {flag} {needed} or more"
             )
 
 
 def token_versions(spans: Any) -> list[int]:
-    """The version of each token, from spans of tokens; −1: the server has not got any weights from us."""
-    named = {span["version"]: -1 if span["version"] == "default" else int(span["version"]) for span in spans or []}
-    return [named[span["version"]] for span in spans or [] for _ in range(int(span["start"]), int(span["end"]))]
+    """Expand spans of tokens to the weight version of each token. −1: the server has no weights of this run yet."""
+    versions = {span["version"]: -1 if span["version"] == "default" else int(span["version"]) for span in spans or []}
+    return [versions[span["version"]] for span in spans or [] for _ in range(int(span["start"]), int(span["end"]))]

@@ -1,11 +1,10 @@
-"""vLLM with weights by a broadcast from GPU to GPU, and not through a file: `--engine.transport nccl`.
+"""Weight transfer to vLLM by a broadcast between GPUs rather than through a file: `--engine.transport nccl`.
 
-All tensors are gathered first, so that nothing but the broadcast happens while the servers wait in it. It runs on a
-thread of its own; the HTTP request that has the servers take part holds the deadline. A group whose broadcast failed is
-of no use any more: the next load makes another.
+All tensors are gathered before the broadcast starts, so that the servers wait as briefly as possible. The broadcast
+runs on a separate thread, and the HTTP request that has the servers take part enforces the deadline. A process group
+whose broadcast failed is discarded, and the next load creates another one.
 
-On a CPU the same is done over gloo, which is how the tests run it. Over NCCL it is untested: no machine of ours has two
-GPUs.
+On a CPU the broadcast uses gloo, which the tests exercise. NCCL is untested, because it needs two GPUs.
 """
 
 import asyncio
@@ -27,20 +26,22 @@ from ascent.inference.remote.vllm import VLLM
 from ascent.inference.remote.weight_files import WeightManifest
 
 LOOPBACK = "127.0.0.1"
-PATIENCE = 4
-"""NCCL ends its whole process when its own time is over. So that is this many times the deadline, which comes first."""
+NCCL_TIMEOUT_FACTOR = 4
+"""NCCL terminates its process after its timeout. This multiple of the deadline lets the deadline come first."""
 
 
 class WeightGroup:
-    """A process group of this process, rank 0, and the workers of one server. They meet at a store on loopback."""
+    """A process group of this process (rank 0) and the workers of one server, which meet at a TCP store on loopback."""
 
-    def __init__(self, size: int, device: torch.device, seconds: float):
-        self.size, self.device = size, device
-        self.wait = timedelta(seconds=seconds * (PATIENCE if self.backend == "nccl" else 1))
+    def __init__(self, world_size: int, device: torch.device, seconds: float):
+        self.world_size, self.device = world_size, device
+        self.timeout = timedelta(seconds=seconds * (NCCL_TIMEOUT_FACTOR if self.backend == "nccl" else 1))
         listening = socket.create_server((LOOPBACK, 0))
         self.port = listening.getsockname()[1]
         self.store = dist.TCPStore(
-            LOOPBACK, self.port, size, True, self.wait, wait_for_workers=False, master_listen_fd=listening.detach()
+            *(LOOPBACK, self.port, world_size, True, self.timeout),
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
         )
         self._group: Any = None
 
@@ -49,112 +50,110 @@ class WeightGroup:
         return "nccl" if self.device.type == "cuda" else "gloo"
 
     def join(self) -> None:
-        """Meet the workers. It takes as long as they do."""
+        """Create the process group. It blocks until all workers have joined."""
         if self.backend == "nccl":
             torch.cuda.set_device(self.device)
-        self._group = make_process_group(self.store, 0, self.size, self.backend, self.wait, LOOPBACK)
+        self._group = make_process_group(self.store, 0, self.world_size, self.backend, self.timeout, LOOPBACK)
 
-    def send(self, tensors: dict[str, Tensor]) -> None:
-        """Broadcast all of them, in order."""
-        options, group = (
-            dist.BroadcastOptions(),
-            self._group,
-        )  # held: to take one apart at work stops all
+    def broadcast(self, tensors: dict[str, Tensor]) -> None:
+        """Broadcast all tensors, in order."""
+        options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
+        group = self._group  # a local reference: destroying a group during a broadcast would block
         for tensor in tensors.values():
             group.broadcast([tensor], options).wait()
         if self.backend == "nccl":
             torch.cuda.synchronize(self.device)
 
-    def end(self) -> None:
-        """Whoever still waits in it, on either side, gets an error. That may take a while, and nobody waits for it."""
+    def abort(self) -> None:
+        """Abort pending operations on both sides. This may take a while, so it runs on a separate thread."""
         group, self._group = self._group, None
         if group is not None:
-            threading.Thread(target=group.abort, name="ascent-weights-end", daemon=True).start()
+            threading.Thread(target=group.abort, name="ascent-weights-abort", daemon=True).start()
 
 
 class NcclVLLM(VLLM):
-    """The life cycle of weights is vLLM's, as with a file; a group per server stays from load to load."""
+    """vLLM with weights by broadcast. Each server has a process group, which is kept from load to load."""
 
-    by_file, transfer = False, "collective"
+    uses_weight_file, transfer = False, "collective"
 
     def __init__(self, device: torch.device, seconds: float):
         self.device, self.seconds = device, seconds
         self._groups: dict[str, WeightGroup] = {}
-        self._one_at_a_time = asyncio.Lock()
-        """Two broadcasts at once on one GPU may wait for one another."""
+        self._lock = asyncio.Lock()
+        """Two concurrent broadcasts on one GPU may deadlock."""
 
-    async def greet(self, server: ServerConnection, serving: ServerConfig) -> None:
-        self._end(server)
-        await super().greet(server, serving)
+    async def check_server(self, server: ServerConnection, config: ServerConfig) -> None:
+        self._abort(server)
+        await super().check_server(server, config)
 
-    async def load(self, server: ServerConnection, weights: WeightManifest, version: int) -> None:
-        async with self._one_at_a_time:
+    async def load_weights(self, server: ServerConnection, weights: WeightManifest, version: int) -> None:
+        async with self._lock:
             try:
-                await super().load(server, weights, version)
+                await super().load_weights(server, weights, version)
             except BaseException:
-                self._end(server)
+                self._abort(server)
                 raise
 
-    async def begin(self, server: ServerConnection) -> None:
+    async def init_transfer(self, server: ServerConnection) -> None:
         if server.url in self._groups:
             return
-        workers = int((await server.ask("/get_world_size"))["world_size"])
-        group = WeightGroup(1 + workers, self.device, self.seconds)
+        num_workers = int((await server.call("/get_world_size"))["world_size"])
+        group = WeightGroup(1 + num_workers, self.device, self.seconds)
         self._groups[server.url] = group
-        about: dict[str, Any] = {"port": group.port, "size": group.size, "backend": group.backend}
-        about["seconds"] = group.wait.total_seconds()
-        await both(server.ask("/init_weight_transfer_engine", {"init_info": about}), group.join)
+        init_info: dict[str, Any] = {"port": group.port, "size": group.world_size, "backend": group.backend}
+        init_info["seconds"] = group.timeout.total_seconds()
+        await run_together(server.call("/init_weight_transfer_engine", {"init_info": init_info}), group.join)
 
-    async def update(self, server: ServerConnection, weights: WeightManifest) -> None:
-        group, held = self._groups[server.url], weights.held or {}
-        about: dict[str, Any] = {"names": list(held), "shapes": [list(tensor.shape) for tensor in held.values()]}
-        about["dtypes"] = [str(tensor.dtype).removeprefix("torch.") for tensor in held.values()]
-        await both(server.ask("/update_weights", {"update_info": about}), lambda: group.send(held))
+    async def transfer_weights(self, server: ServerConnection, weights: WeightManifest) -> None:
+        group, tensors = self._groups[server.url], weights.tensors or {}
+        info: dict[str, Any] = {"names": list(tensors), "shapes": [list(tensor.shape) for tensor in tensors.values()]}
+        info["dtypes"] = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]
+        await run_together(server.call("/update_weights", {"update_info": info}), lambda: group.broadcast(tensors))
 
-    def _end(self, server: ServerConnection) -> None:
+    def _abort(self, server: ServerConnection) -> None:
         group = self._groups.pop(server.url, None)
         if group is not None:
-            group.end()
+            group.abort()
 
     def close(self) -> None:
         for group in self._groups.values():
-            group.end()
+            group.abort()
         self._groups = {}
 
 
-async def both(request: Awaitable[Any], work: Callable[[], None]) -> None:
-    """A request, which has a deadline, and the part of this process in what it asks for. What fails first is raised.
+async def run_together(request: Awaitable[Any], work: Callable[[], None]) -> None:
+    """Await a request with a deadline while a thread runs this process's part of it. Raise the first error.
 
-    The thread is not waited for then: it may be waiting for workers that never come.
+    After an error the thread is abandoned: it may be waiting for workers that never join.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
     def run() -> None:
-        why: Exception | None = None
+        failure: Exception | None = None
         try:
             work()
         except Exception as error:
-            why = ServerLostError(f"the broadcast of weights has failed: {type(error).__name__} {error}")
-        with suppress(RuntimeError):  # nobody waits any more
-            loop.call_soon_threadsafe(_settle, done, why)
+            failure = ServerLostError(f"the broadcast of weights has failed: {type(error).__name__} {error}")
+        with suppress(RuntimeError):  # the event loop is closed
+            loop.call_soon_threadsafe(_settle, done, failure)
 
     threading.Thread(target=run, name="ascent-weights", daemon=True).start()
-    asked = asyncio.ensure_future(request)
+    pending_request = asyncio.ensure_future(request)
     try:
-        await asyncio.wait({asked, done}, return_when=asyncio.FIRST_EXCEPTION)
-        for one in (asked, done):
-            if one.done():
-                one.result()
+        await asyncio.wait({pending_request, done}, return_when=asyncio.FIRST_EXCEPTION)
+        for future in (pending_request, done):
+            if future.done():
+                future.result()
     finally:
-        asked.cancel(), done.cancel()
+        pending_request.cancel(), done.cancel()
 
 
-def _settle(future: "asyncio.Future[None]", why: Exception | None) -> None:
+def _settle(future: "asyncio.Future[None]", failure: Exception | None) -> None:
     if future.done():
         return
-    if why is None:
+    if failure is None:
         future.set_result(None)
     else:
-        future.set_exception(why)
+        future.set_exception(failure)

@@ -1,11 +1,11 @@
-"""A sampler whose responses come from serving engines: requests out, groups back as they finish.
+"""A rollout engine whose responses come from serving engines: it sends requests and collects groups as they finish.
 
-One request per response, with a seed of its own, drawn as the local sampler draws it. Who answers, when, and how often
-it had to be asked decides nothing else: a response that a dead server owed is asked for again with the same seed.
-Servers go on writing while the run computes, and with the new weights after each load.
+There is one request per response, with its own seed, drawn as the local engine draws it. Results do not depend on which
+server answers, when, or how often a request is sent: a request to a lost server is sent again with the same seed.
+Servers generate while the learner trains, and continue unfinished responses with the new weights after each load.
 
-A conversation is asked for turn by turn: each request has all tokens before it, as they were drawn and as they were
-observed, which the engine finds in its prefix cache. It begins with its own step, however far others run ahead.
+Each turn of a conversation is a separate request with all previous tokens, which the server finds in its prefix cache.
+A conversation starts in its own step, however far other requests run ahead.
 """
 
 import queue
@@ -34,68 +34,69 @@ from ascent.inference.stop_strings import Stops
 from ascent.models.causal_lm import CausalLM, LanguageModel
 from ascent.ops.token_sampling import response_seeds
 
-ROWS = 256
-"""Responses that one server decodes at once where nobody says otherwise."""
-LOOK = 5.0
-"""Seconds without any response after which servers are asked whether they live."""
-POLL = 0.01
-"""Seconds between two looks at what environments have answered, where any was asked."""
-GOLDEN = 0x1E3779B97F4A7C15
-"""What the seeds of two turns of a response differ by."""
-WHOLE = 3600.0
-"""Seconds that responses outside of a step, such as an evaluation's, may take."""
+DEFAULT_MAX_NUM_SEQS = 256
+"""Responses that a server decodes at once, unless `--rows` sets another number."""
+HEALTH_CHECK_INTERVAL = 5.0
+"""Seconds without a response after which the servers' health is checked."""
+ENVIRONMENT_POLL_INTERVAL = 0.01
+"""Seconds between two polls of environments that have not answered yet."""
+TURN_SEED_INCREMENT = 0x1E3779B97F4A7C15
+"""Difference of the seeds of two consecutive turns of a conversation."""
+GENERATE_DEADLINE = 3600.0
+"""Seconds that responses outside of a step, such as those of an evaluation, may take."""
 
 
 @dataclass(eq=False)
-class UnderWay:
-    """A rollout request in progress."""
+class ActiveRollout:
+    """A rollout request whose responses are being generated."""
 
     request: RolloutRequest
     limit: int
     seeds: Tensor
-    answers: dict[tuple[int, int], EngineResponse] = field(default_factory=dict)
-    """By prompt and sample."""
-    missing: list[int] = field(default_factory=list)
-    """By prompt, how many of its responses are not there yet."""
-    ready: deque[int] = field(default_factory=deque)
-    """Prompts whose groups are whole and were not handed over."""
-    handed: int = 0
+    responses: dict[tuple[int, int], EngineResponse] = field(default_factory=dict)
+    """Complete responses, by prompt and sample."""
+    num_missing: list[int] = field(default_factory=list)
+    """Number of incomplete responses of each prompt."""
+    complete_prompts: deque[int] = field(default_factory=deque)
+    """Prompts whose groups are complete and not yet yielded."""
+    num_yielded: int = 0
     turns: EnvironmentTurns | None = None
-    """What answers turns, where responses are conversations."""
-    waiting: dict[int, "Asked"] = field(default_factory=dict)
-    """By response, the latest request of a conversation whose environment is at work."""
+    """The environments, if responses are conversations."""
+    awaiting_observation: dict[int, "InFlightRequest"] = field(default_factory=dict)
+    """By response, the latest request of a conversation that waits for its environment."""
 
     def __post_init__(self) -> None:
-        self.missing = [self.request.samples] * len(self.request.prompts)
+        self.num_missing = [self.request.samples] * len(self.request.prompts)
 
-    def take(self, place: tuple[int, int], answer: EngineResponse) -> None:
-        self.answers[place] = answer
-        self.missing[place[0]] -= 1
-        if not self.missing[place[0]]:
-            self.ready.append(place[0])
+    def add(self, index: tuple[int, int], response: EngineResponse) -> None:
+        self.responses[index] = response
+        self.num_missing[index[0]] -= 1
+        if not self.num_missing[index[0]]:
+            self.complete_prompts.append(index[0])
 
     def group(self, prompt: int) -> list[EngineResponse]:
-        """What is there of its responses."""
-        return [self.answers.get((prompt, sample), EMPTY_RESPONSE) for sample in range(self.request.samples)]
+        """Return the responses to a prompt; incomplete ones are empty."""
+        return [self.responses.get((prompt, sample), EMPTY_RESPONSE) for sample in range(self.request.samples)]
 
 
 @dataclass(eq=False)
-class Asked:
-    """One response that was asked for."""
+class InFlightRequest:
+    """A request for one response, or for one turn of a conversation."""
 
-    of: UnderWay
-    place: tuple[int, int]
+    rollout: ActiveRollout
+    index: tuple[int, int]
+    """Prompt and sample."""
     request: EngineRequest
     before: EngineResponse = EMPTY_RESPONSE
-    """The turns before this one, with what was observed between them."""
+    """The previous turns and the observations between them."""
     server: Server | None = None
-    life: int = 0
-    """The server's, when it was asked."""
+    incarnation: int = 0
+    """That of the server when the request was sent."""
     version: int = -1
 
 
 class RemoteEngine(RolloutEngine):
-    """Draws from servers, which get the learner's weights at each load and are probed before any ticket."""
+    """Samples from servers. They get the learner's weights and a probe at each load, before any request."""
 
     provides = frozenset({"reward_greedy"})
     deterministic = False
@@ -105,304 +106,323 @@ class RemoteEngine(RolloutEngine):
         policy: CausalLM,
         lm: LanguageModel,
         limit: int,
-        longest: int,
+        max_model_len: int,
         temperature: float,
         generator: torch.Generator,
         stops: Stops | None = None,
-        most: int = 0,
+        max_sampled_tokens: int = 0,
     ):
-        """`longest`: the most tokens of a prompt with its response. `most`: those of a conversation that are drawn.
+        """Create the engine; servers are started at the first load.
 
-        Servers are started when weights are loaded.
+        `max_model_len`: maximum number of tokens of a prompt with its response. `max_sampled_tokens`: maximum number of
+        tokens of a conversation that the policy samples, without observations; 0: `limit`.
         """
         self.lm, self.limit, self.temperature, self.generator = lm, limit, temperature, generator
-        self.stops, self.most, self.rows, self.version = stops, most, policy.rows or ROWS, -1
-        self.fleet = ServerPool(policy, lm, self.rows, longest, temperature)
-        self.timeline, self.look = OccupancyTimeline(), LOOK
+        self.stops, self.max_sampled_tokens, self.version = stops, max_sampled_tokens, -1
+        self.rows = policy.rows or DEFAULT_MAX_NUM_SEQS
+        self.server_pool = ServerPool(policy, lm, self.rows, max_model_len, temperature)
+        self.timeline, self.health_check_interval = OccupancyTimeline(), HEALTH_CHECK_INTERVAL
         self.folder: Path | None = None
         """Where a server that Ascent starts keeps its log; None: in a folder that is removed at the end."""
         self._temporary: Path | None = None
-        self._open: dict[RolloutRequest, UnderWay] = {}
-        self._arrived: queue.SimpleQueue[tuple[Asked, Future[EngineResponse]]] = queue.SimpleQueue()
+        self._active: dict[RolloutRequest, ActiveRollout] = {}
+        self._done: queue.SimpleQueue[tuple[InFlightRequest, Future[EngineResponse]]] = queue.SimpleQueue()
 
     def load(self, params: dict[str, Tensor], version: int) -> None:
         self.lm.take(params)
         self.version = version
         if version >= self.first_version:
-            self._send()
-            self._begin_all()
+            self._send_weights()
+            self._start_pending()
 
-    def _send(self) -> None:
-        """The present parameters to all servers, which are started if they have to be."""
-        if not self.fleet.servers:
+    def _send_weights(self) -> None:
+        """Send the present weights to all servers, and start the servers first if necessary."""
+        if not self.server_pool.servers:
             if self.folder is None:
                 self._temporary = Path(tempfile.mkdtemp(prefix="ascent-engine-"))
-            self.fleet.start(self.folder or self._temporary or Path())
-        self.fleet.load(self.version)
+            self.server_pool.start(self.folder or self._temporary or Path())
+        self.server_pool.load_weights(self.version)
 
-    # ---- tickets
+    # ---- rollout requests
 
-    def submit(self, tickets: list[RolloutRequest]) -> None:
-        """Seeds are drawn now, as the local sampler draws them. What comes before any weights waits for them."""
-        self.pending += tuple(PendingRollout(ticket, seeds=self._seeds(ticket)) for ticket in tickets)
+    def submit(self, requests: list[RolloutRequest]) -> None:
+        """Draw the seeds now, as the local engine does. Requests before the first load wait for it."""
+        self.pending += tuple(PendingRollout(request, seeds=self._seeds(request)) for request in requests)
         if self.version >= self.first_version:
-            self._begin_all()
+            self._start_pending()
 
     def snapshot_pending(self) -> tuple[PendingRollout, ...]:
-        """With the responses that are whole. Others are drawn anew after a resume, with the same seeds."""
-        waiting = [self._arrived.get() for _ in range(self._arrived.qsize())]
-        for asked, future in waiting:
+        """Include the complete responses. A resumed run generates the others again, with the same seeds."""
+        finished = [self._done.get() for _ in range(self._done.qsize())]
+        for sent, future in finished:
             if future.cancelled() or future.exception() is not None:
-                self._arrived.put((asked, future))
+                self._done.put((sent, future))
             else:
-                self._take(asked, future)
-        return tuple(self._held(one) for one in self.pending)
+                self._handle_response(sent, future)
+        return tuple(self._snapshot(pending) for pending in self.pending)
 
-    def _held(self, one: PendingRollout) -> PendingRollout:
-        each = self._open.get(one.request)
-        if each is None or not each.answers:
-            return one
-        every = list(range(len(one.request.prompts)))
-        going = torch.tensor([[answer is EMPTY_RESPONSE for answer in each.group(prompt)] for prompt in every])
-        return replace(one, rollouts=self._rollouts(each, every), unfinished=going if bool(going.any()) else None)
+    def _snapshot(self, pending: PendingRollout) -> PendingRollout:
+        rollout = self._active.get(pending.request)
+        if rollout is None or not rollout.responses:
+            return pending
+        prompts = list(range(len(pending.request.prompts)))
+        unfinished = torch.tensor([[response is EMPTY_RESPONSE for response in rollout.group(i)] for i in prompts])
+        rollouts = self._rollouts(rollout, prompts)
+        return replace(pending, rollouts=rollouts, unfinished=unfinished if bool(unfinished.any()) else None)
 
     def iter_finished(self, step: int, deadline: float) -> Iterator[FinishedRollouts]:
-        self._begin_all(step)
-        wanted = [each for ticket, each in self._open.items() if ticket.step == step]
-        for each, prompt in self._groups(wanted, deadline, self.timeline):
-            yield FinishedRollouts(each.request, torch.tensor([prompt]), self._rollouts(each, [prompt]))
-        self.pending = tuple(one for one in self.pending if one.request.step != step)
+        self._start_pending(step)
+        rollouts = [rollout for request, rollout in self._active.items() if request.step == step]
+        for rollout, prompt in self._iter_groups(rollouts, deadline, self.timeline):
+            yield FinishedRollouts(rollout.request, torch.tensor([prompt]), self._rollouts(rollout, [prompt]))
+        self.pending = tuple(pending for pending in self.pending if pending.request.step != step)
 
     def generate(
         self, prompts: Prompts, samples: int, greedy: bool = False, *, limit: int | None = None, seed: int | None = None
     ) -> Rollouts:
-        if self.fleet.version != self.version:  # while a journal is replayed
-            self._send()
-        ticket = RolloutRequest(-1, prompts, samples, greedy, seed)
-        return self._now(ticket, self._seeds(ticket), limit)
+        if self.server_pool.version != self.version:  # while a journal is replayed
+            self._send_weights()
+        request = RolloutRequest(-1, prompts, samples, greedy, seed)
+        return self._generate_now(request, self._seeds(request), limit)
 
     def draw(self, prompts: Prompts, samples: int, seeds: Tensor | None, limit: int | None = None) -> Rollouts:
-        """Responses to these prompts from a seed for each `[prompt sample]`; None: greedy ones."""
-        ticket = RolloutRequest(-1, prompts, samples, seeds is None)
-        return self._now(ticket, self._seeds(ticket) if seeds is None else seeds, limit)
+        """Generate responses with the given `[prompt sample]` seeds; None: greedy."""
+        request = RolloutRequest(-1, prompts, samples, seeds is None)
+        return self._generate_now(request, self._seeds(request) if seeds is None else seeds, limit)
 
-    def _now(self, ticket: RolloutRequest, seeds: Tensor, limit: int | None) -> Rollouts:
-        prompts, each = ticket.prompts, self._begin(PendingRollout(ticket, seeds=seeds), limit or self.limit)
-        count = sum(1 for _ in self._groups([each], WHOLE, OccupancyTimeline()))  # not part of a step's rollouts
-        if count < len(prompts):
-            raise RunError(f"the engine has finished {count} of {len(prompts)} groups within {WHOLE:g} seconds")
-        return self._rollouts(each, list(range(len(prompts))))
+    def _generate_now(self, request: RolloutRequest, seeds: Tensor, limit: int | None) -> Rollouts:
+        num_prompts, rollout = len(request.prompts), self._start(PendingRollout(request, seeds=seeds), limit)
+        # A separate timeline: these responses are not part of a step.
+        num_groups = sum(1 for _ in self._iter_groups([rollout], GENERATE_DEADLINE, OccupancyTimeline()))
+        if num_groups < num_prompts:
+            raise RunError(
+                f"the engine has finished {num_groups} of {num_prompts} groups within {GENERATE_DEADLINE:g} seconds"
+            )
+        return self._rollouts(rollout, list(range(num_prompts)))
 
-    def _seeds(self, ticket: RolloutRequest) -> Tensor:
-        shape = (len(ticket.prompts), ticket.samples)
-        if ticket.greedy:
+    def _seeds(self, request: RolloutRequest) -> Tensor:
+        shape = (len(request.prompts), request.samples)
+        if request.greedy:
             return torch.zeros(shape, dtype=torch.long)
-        return response_seeds(*shape, self.generator, ticket.seed)
+        return response_seeds(*shape, self.generator, request.seed)
 
-    def _limits(self, prompts: Prompts, limit: int) -> Tensor:
-        """The most tokens of a response to each prompt that are drawn."""
-        most = min(limit, self.most or limit)
-        return torch.full((len(prompts),), most) if prompts.limits is None else prompts.limits.clamp(max=most)
+    def _max_sampled(self, prompts: Prompts, limit: int) -> Tensor:
+        """Return the maximum number of sampled tokens of a response to each prompt."""
+        max_tokens = min(limit, self.max_sampled_tokens or limit)
+        return (
+            torch.full((len(prompts),), max_tokens) if prompts.limits is None else prompts.limits.clamp(max=max_tokens)
+        )
 
-    def _begin_all(self, step: int = -1) -> None:
-        """All that is not begun; conversations only of this step."""
-        for one in self.pending:
-            if one.request not in self._open and (
-                one.request.prompts.start_episodes is None or one.request.step == step
-            ):
-                self._begin(one, self.limit)
+    def _start_pending(self, step: int = -1) -> None:
+        """Start all pending requests; conversations only if they belong to this step."""
+        for pending in self.pending:
+            request = pending.request
+            if request not in self._active and (request.prompts.start_episodes is None or request.step == step):
+                self._start(pending)
 
-    def _begin(self, one: PendingRollout, limit: int) -> UnderWay:
-        """Ask for all responses of a ticket, prompt by prompt, but for those that a checkpoint has brought."""
-        assert one.seeds is not None
-        prompts, each, ends = one.request.prompts, UnderWay(one.request, limit, one.seeds), tuple(sorted(self.lm.ends))
-        self._open[one.request] = each
-        limits = self._limits(prompts, limit)
+    def _start(self, pending: PendingRollout, limit: int | None = None) -> ActiveRollout:
+        """Send requests for all responses except those that a checkpoint has restored."""
+        request, seeds, limit = pending.request, pending.seeds, limit or self.limit
+        assert seeds is not None
+        prompts, rollout = request.prompts, ActiveRollout(request, limit, seeds)
+        self._active[request] = rollout
+        limits, stop_token_ids = self._max_sampled(prompts, limit), tuple(sorted(self.lm.ends))
         if prompts.start_episodes is not None:
-            luck = list(range(one.seeds.numel())) if one.request.greedy else one.seeds.flatten().tolist()
-            episodes = prompts.start_episodes(prompts, one.request.samples, luck)
-            each.turns = EnvironmentTurns(episodes, limits.repeat_interleave(one.request.samples), limit)
+            environment_seeds = list(range(seeds.numel())) if request.greedy else seeds.flatten().tolist()
+            episodes = prompts.start_episodes(prompts, request.samples, environment_seeds)
+            rollout.turns = EnvironmentTurns(episodes, limits.repeat_interleave(request.samples), limit)
+        temperature = 0.0 if request.greedy else self.temperature
         for i, row in enumerate(prompts.prompt):
-            ids = row[row >= 0].tolist()
-            most = int(limits[i]) if each.turns is None else each.turns.turn_limit(i * one.request.samples)
-            for k, seed in enumerate(one.seeds[i].tolist()):
-                if one.rollouts is not None and (one.unfinished is None or not one.unfinished[i, k]):
-                    each.take((i, k), _answer(one.rollouts, i, k))
+            ids, turns = row[row >= 0].tolist(), rollout.turns
+            max_tokens = int(limits[i]) if turns is None else turns.turn_limit(i * request.samples)
+            for k, seed in enumerate(seeds[i].tolist()):
+                if pending.rollouts is not None and (pending.unfinished is None or not pending.unfinished[i, k]):
+                    rollout.add((i, k), _restored_response(pending.rollouts, i, k))
                     continue
-                request = EngineRequest(ids, most, 0.0 if one.request.greedy else self.temperature, seed, ends)
-                self._ask(Asked(each, (i, k), request))
-        return each
+                engine_request = EngineRequest(ids, max_tokens, temperature, seed, stop_token_ids)
+                self._send(InFlightRequest(rollout, (i, k), engine_request))
+        return rollout
 
-    def _ask(self, asked: Asked) -> None:
-        asked.version = self.version
-        asked.server, future = self.fleet.ask(asked.of.request.step, asked.place[0], asked.request)
-        asked.life = asked.server.life
-        future.add_done_callback(lambda done: self._arrived.put((asked, done)))
+    def _send(self, sent: InFlightRequest) -> None:
+        sent.version = self.version
+        sent.server, future = self.server_pool.submit(sent.rollout.request.step, sent.index[0], sent.request)
+        sent.incarnation = sent.server.incarnation
+        future.add_done_callback(lambda done: self._done.put((sent, done)))
 
-    # ---- answers
+    # ---- responses
 
-    def _groups(
-        self, wanted: list[UnderWay], deadline: float, timeline: OccupancyTimeline
-    ) -> Iterator[tuple[UnderWay, int]]:
-        """Groups as they finish, until all have or the time is over. What else arrives meanwhile is kept."""
-        until = time.monotonic() + deadline
-        servers, count = self.fleet.servers, sum(each.seeds.numel() for each in {*wanted, *self._open.values()})
-        timeline.capacity = max(timeline.capacity, min(count, self.rows * sum(not server.down for server in servers)))
+    def _iter_groups(
+        self, rollouts: list[ActiveRollout], deadline: float, timeline: OccupancyTimeline
+    ) -> Iterator[tuple[ActiveRollout, int]]:
+        """Yield groups as they finish, until all have or the deadline is over. Other responses are kept for later."""
+        end = time.monotonic() + deadline
+        servers = self.server_pool.servers
+        num_responses = sum(rollout.seeds.numel() for rollout in {*rollouts, *self._active.values()})
+        capacity = min(num_responses, self.rows * sum(not server.is_down for server in servers))
+        timeline.capacity = max(timeline.capacity, capacity)
         try:
             while True:
-                for each in wanted:
-                    while each.ready:
-                        each.handed += 1
+                for rollout in rollouts:
+                    while rollout.complete_prompts:
+                        rollout.num_yielded += 1
                         timeline.stop()
-                        yield each, each.ready.popleft()
-                if all(each.handed == len(each.request.prompts) for each in wanted) or time.monotonic() > until:
+                        yield rollout, rollout.complete_prompts.popleft()
+                is_done = all(rollout.num_yielded == len(rollout.request.prompts) for rollout in rollouts)
+                if is_done or time.monotonic() > end:
                     return
-                timeline.record(min(timeline.capacity, sum(len(server.owed) for server in servers)))
-                for each in wanted:
-                    self._hear(each)
-                if not any(each.ready for each in wanted):
-                    self._receive(until, POLL if any(each.waiting for each in wanted) else self.look)
+                timeline.record(min(timeline.capacity, sum(len(server.in_flight) for server in servers)))
+                for rollout in rollouts:
+                    self._poll_environments(rollout)
+                if not any(rollout.complete_prompts for rollout in rollouts):
+                    polls = any(rollout.awaiting_observation for rollout in rollouts)
+                    self._receive(end, ENVIRONMENT_POLL_INTERVAL if polls else self.health_check_interval)
         finally:
             timeline.stop()
-            for each in wanted:
-                self._open.pop(each.request, None)
-                if each.turns is not None:
-                    each.turns.episodes.close()
+            for rollout in rollouts:
+                self._active.pop(rollout.request, None)
+                if rollout.turns is not None:
+                    rollout.turns.episodes.close()
 
-    def _receive(self, until: float, wait: float) -> None:
-        """The next response that arrives. Where none does, give up on servers that do not say that they live."""
-        left = max(until - time.monotonic(), 0.0)
+    def _receive(self, end: float, timeout: float) -> None:
+        """Handle the next response. If none arrives, cancel the requests to servers that fail a health check."""
+        remaining = max(end - time.monotonic(), 0.0)
         try:
-            asked, future = self._arrived.get(timeout=min(wait, left))
+            sent, future = self._done.get(timeout=min(timeout, remaining))
         except queue.Empty:
-            for server in self.fleet.silent() if left > wait == self.look else ():
-                for future in list(server.owed):
+            checks_health = remaining > timeout == self.health_check_interval
+            for server in self.server_pool.unresponsive_servers() if checks_health else ():
+                for future in list(server.in_flight):
                     future.cancel()
             return
-        self._take(asked, future)
+        self._handle_response(sent, future)
 
-    def _take(self, asked: Asked, future: "Future[EngineResponse]") -> None:
-        """Keep a response, or ask for it again."""
-        assert asked.server is not None
-        server = asked.server
-        server.owed.discard(future)
-        if asked.of.request not in self._open:  # nobody waits for it any more
+    def _handle_response(self, sent: InFlightRequest, future: "Future[EngineResponse]") -> None:
+        """Keep a response, or send its request again."""
+        assert sent.server is not None
+        server = sent.server
+        server.in_flight.discard(future)
+        if sent.rollout.request not in self._active:  # its step is over
             return
         try:
-            answer = future.result()
+            response = future.result()
         except (ServerLostError, CancelledError) as error:
-            if asked.life != server.life:  # it is back already; if it is not, the next answer says so
-                self._ask(asked)
+            if sent.incarnation != server.incarnation:  # the server has been recovered since
+                self._send(sent)
                 return
-            self._give_back(server, asked, str(error) or f"{server.client.url} does not answer")
+            self._recover(server, sent, str(error) or f"{server.client.url} does not answer")
             return
-        if answer.aborted:
-            self._ask(asked)
+        if response.aborted:
+            self._send(sent)
             return
-        if not asked.version <= min(answer.versions) <= max(answer.versions) <= self.version:
+        if not sent.version <= min(response.versions) <= max(response.versions) <= self.version:
             raise RunError(
-                f"{server.client.url} says that versions {sorted(set(answer.versions))} drew a response that was asked "
-                f"of version {asked.version}"
+                f"{server.client.url} answered a request to version {sent.version} with versions "
+                f"{sorted(set(response.versions))}"
             )
-        server.lost = 0
-        self._end_turn(asked, self._cut(answer))
+        server.failures = 0
+        self._end_turn(sent, self._cut_at_stop(response))
 
     # ---- turns
 
-    def _end_turn(self, asked: Asked, turn: EngineResponse) -> None:
-        """A turn is there: the response is over, or its environment is asked."""
-        each, whole = asked.of, asked.before.then(turn)
-        response = asked.place[0] * each.request.samples + asked.place[1]
-        if each.turns is None or not (turn.ended or len(whole.tokens) < each.turns.max_length(response)):
-            each.take(asked.place, whole)
+    def _end_turn(self, sent: InFlightRequest, turn: EngineResponse) -> None:
+        """Finish the response, or submit its latest turn to the environment."""
+        rollout, response = sent.rollout, sent.before.concat(turn)
+        row = sent.index[0] * rollout.request.samples + sent.index[1]
+        if rollout.turns is None or not (turn.stopped or len(response.tokens) < rollout.turns.max_length(row)):
+            rollout.add(sent.index, response)
         else:
-            each.waiting[response] = replace(asked, before=whole)
-            each.turns.submit_turn(response, turn.tokens)
+            rollout.awaiting_observation[row] = replace(sent, before=response)
+            rollout.turns.submit_turn(row, turn.tokens)
 
-    def _hear(self, each: UnderWay) -> None:
-        """What environments have answered: the next turn of a conversation is asked for, or it is over."""
-        for response, observed in each.turns.poll_observations() if each.turns is not None else ():
-            assert each.turns is not None
-            asked = each.waiting.pop(response)
-            seen = EngineResponse(observed, [0.0] * len(observed), [self.version] * len(observed))
-            whole = asked.before.then(seen)
-            if not observed:
-                each.take(asked.place, whole._replace(ended=response in each.turns.terminated))
+    def _poll_environments(self, rollout: ActiveRollout) -> None:
+        """Append new observations and request the next turns, or finish the conversations."""
+        turns = rollout.turns
+        for row, tokens in turns.poll_observations() if turns is not None else ():
+            assert turns is not None
+            sent = rollout.awaiting_observation.pop(row)
+            observation = EngineResponse(tokens, [0.0] * len(tokens), [self.version] * len(tokens))
+            response = sent.before.concat(observation)
+            if not tokens:
+                rollout.add(sent.index, response._replace(stopped=row in turns.terminated))
                 continue
-            prompt = each.request.prompts.prompt[asked.place[0]]
-            seed = (asked.request.seed + GOLDEN) % 2**62
-            ids, most = prompt[prompt >= 0].tolist() + whole.tokens, each.turns.turn_limit(response) - len(whole.tokens)
-            self._ask(replace(asked, request=asked.request._replace(prompt=ids, most=most, seed=seed), before=whole))
+            prompt = rollout.request.prompts.prompt[sent.index[0]]
+            next_turn = sent.request._replace(
+                prompt=prompt[prompt >= 0].tolist() + response.tokens,
+                max_tokens=turns.turn_limit(row) - len(response.tokens),
+                seed=(sent.request.seed + TURN_SEED_INCREMENT) % 2**62,
+            )
+            self._send(replace(sent, request=next_turn, before=response))
 
-    def _cut(self, answer: EngineResponse) -> EngineResponse:
-        """The answer up to the token that completes a stop string: what was drawn behind it does not exist."""
-        end = self.stops.end(answer.tokens) if self.stops is not None else 0
+    def _cut_at_stop(self, response: EngineResponse) -> EngineResponse:
+        """Cut a response after the token that completes a stop string."""
+        end = self.stops.end(response.tokens) if self.stops is not None else 0
         if end:
-            return EngineResponse(answer.tokens[:end], answer.logp[:end], answer.versions[:end], ended=True)
-        return answer._replace(ended=answer.tokens[-1] in self.lm.ends)
+            return EngineResponse(response.tokens[:end], response.logp[:end], response.versions[:end], stopped=True)
+        return response._replace(stopped=response.tokens[-1] in self.lm.ends)
 
-    def _give_back(self, server: Server, asked: Asked, why: str) -> None:
-        """The server is lost: all that it owes is asked for again, of it or of the others, with the same seeds."""
-        owed, others = [asked], []
-        for future in list(server.owed):
+    def _recover(self, server: Server, sent: InFlightRequest, why: str) -> None:
+        """Recover a lost server and send its requests again, to it or to others, with the same seeds."""
+        lost, others = [sent], []
+        for future in list(server.in_flight):
             future.cancel()
-        while server.owed:  # each of them arrives, for it is over one way or another
-            arrived = each, future = self._arrived.get()
-            if each.server is server and (future.cancelled() or isinstance(future.exception(), ServerLostError)):
-                owed.append(each)
+        while server.in_flight:  # every future completes, because all of them were cancelled
+            other, future = self._done.get()
+            if other.server is server and (future.cancelled() or isinstance(future.exception(), ServerLostError)):
+                lost.append(other)
             else:
-                others.append(arrived)
-            if each.server is server:
-                server.owed.discard(future)
-        for arrived in others:
-            self._arrived.put(arrived)
-        self.fleet.recover(server, why)
-        for each in owed:
-            if each.of.request in self._open:
-                self._ask(each)
+                others.append((other, future))
+            if other.server is server:
+                server.in_flight.discard(future)
+        for item in others:
+            self._done.put(item)
+        self.server_pool.recover(server, why)
+        for each in lost:
+            if each.rollout.request in self._active:
+                self._send(each)
 
-    def _rollouts(self, each: UnderWay, which: list[int]) -> Rollouts:
-        ticket, groups = each.request, [each.group(prompt) for prompt in which]
-        prompts = ticket.prompts[torch.tensor(which)]
-        width = max(len(answer.tokens) for group in groups for answer in group)
+    def _rollouts(self, rollout: ActiveRollout, indices: list[int]) -> Rollouts:
+        """Return the responses to these prompts as padded tensors."""
+        request, groups = rollout.request, [rollout.group(prompt) for prompt in indices]
+        prompts = request.prompts[torch.tensor(indices)]
+        width = max(len(response.tokens) for group in groups for response in group)
 
         def padded(name: str, dtype: torch.dtype) -> Tensor:
-            rows = [[[*getattr(a, name), *[0] * (width - len(a.tokens))] for a in group] for group in groups]
+            rows = [[[*getattr(r, name), *[0] * (width - len(r.tokens))] for r in group] for group in groups]
             return torch.tensor(rows, dtype=dtype)
 
-        length = torch.tensor([[len(answer.tokens) for answer in group] for group in groups])
+        length = torch.tensor([[len(response.tokens) for response in group] for group in groups])
         present, version = torch.arange(width) < length.unsqueeze(-1), padded("versions", torch.long)
-        constant = bool(((version == version[..., :1]) | ~present).all())
-        said: dict[str, Any] = {"mask": present, "present": present}
-        if each.turns is not None:
-            there = torch.zeros(*each.seeds.shape, width, dtype=torch.bool)
-            there[which] = present
-            parts = each.turns.fields((there.shape[0], there.shape[1]), there)
-            said = {name: None if part is None else part[which] for name, part in parts.items()}
+        is_constant = bool(((version == version[..., :1]) | ~present).all())
+        fields: dict[str, Any] = {"mask": present, "present": present}
+        if rollout.turns is not None:
+            all_present = torch.zeros(*rollout.seeds.shape, width, dtype=torch.bool)
+            all_present[indices] = present
+            turn_fields = rollout.turns.fields((all_present.shape[0], all_present.shape[1]), all_present)
+            fields = {name: None if value is None else value[indices] for name, value in turn_fields.items()}
         return Rollouts(
             prompt=prompts.prompt,
             problem=prompts.problem,
             response=padded("tokens", torch.long),
             logp_sampler=padded("logp", torch.float32),
-            limit=min(each.limit, self.most or each.limit),
+            limit=min(rollout.limit, self.max_sampled_tokens or rollout.limit),
             limits=prompts.limits,
-            truncated=~torch.tensor([[answer.ended for answer in group] for group in groups]),
-            temperature=1.0 if ticket.greedy else self.temperature,  # the engine's greedy log-probs have none
-            version=version[..., :1] if constant else version,
-            **said,
+            truncated=~torch.tensor([[response.stopped for response in group] for group in groups]),
+            temperature=1.0 if request.greedy else self.temperature,  # greedy log-probs are at temperature 1
+            version=version[..., :1] if is_constant else version,
+            **fields,
         )
 
     def close(self) -> None:
-        self.fleet.close()
+        self.server_pool.close()
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
 
-def _answer(drawn: Rollouts, prompt: int, sample: int) -> EngineResponse:
-    """A response that was drawn before."""
-    place, here = (prompt, sample), drawn.mask[prompt, sample]
+def _restored_response(rollouts: Rollouts, prompt: int, sample: int) -> EngineResponse:
+    """Return a response that a checkpoint has restored."""
+    index, mask = (prompt, sample), rollouts.mask[prompt, sample]
     tokens, logp, versions = (
-        part.expand(drawn.mask.shape)[place][here].tolist()
-        for part in (drawn.response, drawn.logp_sampler, drawn.version)
+        value.expand(rollouts.mask.shape)[index][mask].tolist()
+        for value in (rollouts.response, rollouts.logp_sampler, rollouts.version)
     )
-    return EngineResponse(tokens, logp, versions, ended=not drawn.truncated[place])
+    return EngineResponse(tokens, logp, versions, stopped=not rollouts.truncated[index])

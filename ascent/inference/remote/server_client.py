@@ -1,4 +1,4 @@
-"""The HTTP side of one server: responses and new weights, in its dialect. Every wait has a deadline."""
+"""The HTTP client of one server: responses and weight updates, through its adapter. Every wait has a deadline."""
 
 import asyncio
 import json
@@ -23,38 +23,38 @@ from ascent.inference.remote.engine_adapter import (
 )
 from ascent.inference.remote.weight_files import WeightManifest
 
-GLANCE = 30.0
-"""Seconds in which a living server says that it lives, if its deadline is not shorter."""
-EXCERPT = 300
-"""Characters of a server's words in an error."""
-PIECE = 2**20
-"""Bytes of weights that are sent at once."""
-Some = TypeVar("Some")
+HEALTH_CHECK_TIMEOUT = 30.0
+"""Seconds that a health check may take, if the deadline is not shorter."""
+MAX_EXCERPT_CHARS = 300
+"""Maximum number of characters of a reply that an error message quotes."""
+UPLOAD_CHUNK_BYTES = 2**20
+Result = TypeVar("Result")
 OnProgress = Callable[[EngineResponse], None]
+"""Called with the response so far, after each event of a stream."""
 
 
 class ServerLostError(Exception):
-    """The server is gone, or does not answer: what it was asked may be asked again."""
+    """The server is gone or does not answer. Its requests may be sent again."""
 
 
 class EventLoopThread:
-    """A thread with an event loop: requests run there while the run computes."""
+    """An event loop in a background thread, so that HTTP requests run while the run computes."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="ascent-engine", daemon=True)
         self.thread.start()
 
-    def start(self, call: Coroutine[Any, Any, Some]) -> "Future[Some]":
-        return asyncio.run_coroutine_threadsafe(call, self.loop)
+    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> "Future[Result]":
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-    def together(self, calls: list[Coroutine[Any, Any, Some]]) -> list[Some]:
-        """All of them at once, to their end: each has its own deadline."""
+    def run_all(self, coroutines: list[Coroutine[Any, Any, Result]]) -> list[Result]:
+        """Run them concurrently and wait for all results. Each has its own deadline."""
 
-        async def every() -> list[Some]:
-            return await asyncio.gather(*calls)
+        async def gather() -> list[Result]:
+            return await asyncio.gather(*coroutines)
 
-        return self.start(every()).result()
+        return self.submit(gather()).result()
 
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -63,111 +63,115 @@ class EventLoopThread:
 
 
 class PrioritySemaphore:
-    """So many may work at once. Of those who wait, an earlier step goes first, and then who came first."""
+    """A semaphore that admits waiters by step, and within a step in their order of arrival."""
 
     def __init__(self, free: int):
-        self.free, self._came = free, count()
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self.free, self._arrivals = free, count()
+        self._waiters: list[tuple[int, int, asyncio.Future[None]]] = []
 
     @asynccontextmanager
     async def __call__(self, step: int) -> AsyncIterator[None]:
         if self.free:
             self.free -= 1
         else:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            heappush(self._waiting, (step, next(self._came), turn))
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heappush(self._waiters, (step, next(self._arrivals), waiter))
             try:
-                await turn
+                await waiter
             except asyncio.CancelledError:
-                if not turn.cancelled():  # a lane was handed over already
-                    self._leave()
+                if not waiter.cancelled():  # it was admitted before it was cancelled
+                    self._release()
                 raise
         try:
             yield
         finally:
-            self._leave()
+            self._release()
 
-    def _leave(self) -> None:
-        while self._waiting:
-            *_, turn = heappop(self._waiting)
-            if not turn.done():
-                turn.set_result(None)
+    def _release(self) -> None:
+        while self._waiters:
+            *_, waiter = heappop(self._waiters)
+            if not waiter.done():
+                waiter.set_result(None)
                 return
         self.free += 1
 
 
 class ServerClient:
-    """What is asked of one server. It knows nothing of tickets."""
+    """The HTTP client of one server. It knows single responses, not rollout requests."""
 
-    def __init__(self, url: str, dialect: EngineAdapter, at_once: int, deadline: float, key: str = ""):
+    def __init__(self, url: str, adapter: EngineAdapter, max_concurrency: int, deadline: float, key: str = ""):
         try:
             import httpx
         except ImportError:
             raise ConfigError("--engine needs httpx: pip install 'ascent-rl[judge]'") from None
-        self.url, self.dialect, self.deadline, self._httpx = url.rstrip("/"), dialect, deadline, httpx
-        limits = httpx.Limits(max_connections=at_once + 4, keepalive_expiry=2.0)  # before a server ends an idle one
-        verify = ssl.create_default_context() if url.startswith("https:") else True  # SSL_CERT_FILE counts
+        self.url, self.adapter, self.deadline, self._httpx = url.rstrip("/"), adapter, deadline, httpx
+        # Idle connections are closed before the server closes them.
+        limits = httpx.Limits(max_connections=max_concurrency + 4, keepalive_expiry=2.0)
+        verify = ssl.create_default_context() if url.startswith("https:") else True  # respects SSL_CERT_FILE
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.AsyncClient(  # no proxy to loopback
+        self._http = httpx.AsyncClient(  # trust_env=False: no proxy to loopback
             timeout=None, limits=limits, trust_env=False, headers=headers, verify=verify
         )
-        self.lanes, self._key = PrioritySemaphore(at_once), key
+        self.slots, self._key = PrioritySemaphore(max_concurrency), key
 
-    async def ask(self, path: str, body: Any = None, seconds: float | None = None) -> Any:
-        """POST, or GET without a body; the answer's JSON. Lost: no answer in time, or the server itself has failed."""
+    async def call(self, path: str, body: Any = None, seconds: float | None = None) -> Any:
+        """POST `body`, or GET if there is none, and return the JSON of the reply.
+
+        ServerLostError: no reply in time, or an internal server error.
+        """
         return await self._exchange(path, seconds or self.deadline, "GET" if body is None else "POST", json=body)
 
-    async def send(self, path: str, file: Path) -> Any:
-        """PUT a file, in a stream. Lost also where something else than was sent has arrived."""
-        sent = 0
+    async def upload(self, path: str, file: Path) -> Any:
+        """PUT a file as a stream. ServerLostError also if the checksum of the received file differs."""
+        checksum = 0
 
-        async def pieces() -> AsyncIterator[bytes]:
-            nonlocal sent
+        async def chunks() -> AsyncIterator[bytes]:
+            nonlocal checksum
             with file.open("rb") as weights:
-                while piece := await asyncio.to_thread(weights.read, PIECE):
-                    sent = await asyncio.to_thread(zlib.crc32, piece, sent)
-                    yield piece
+                while chunk := await asyncio.to_thread(weights.read, UPLOAD_CHUNK_BYTES):
+                    checksum = await asyncio.to_thread(zlib.crc32, chunk, checksum)
+                    yield chunk
 
         length = {"Content-Length": str(file.stat().st_size)}
-        reply = await self._exchange(path, self.deadline, "PUT", content=pieces(), headers=length)
-        if reply["checksum"] != sent:
-            raise ServerLostError(f"{self.url}{path}: what arrived has another checksum than what was sent")
+        reply = await self._exchange(path, self.deadline, "PUT", content=chunks(), headers=length)
+        if reply["checksum"] != checksum:
+            raise ServerLostError(f"{self.url}{path}: the checksum of the received file differs from that of the sent")
         return reply
 
-    async def _exchange(self, path: str, seconds: float, method: str, **more: Any) -> Any:
-        async with self._within(path, seconds):
-            reply = await self._http.request(method, self.url + path, **more)
-        self._check(path, reply.status_code, reply.text)
+    async def _exchange(self, path: str, seconds: float, method: str, **options: Any) -> Any:
+        async with self._deadline(path, seconds):
+            reply = await self._http.request(method, self.url + path, **options)
+        self._check_status(path, reply.status_code, reply.text)
         try:
             return reply.json() if reply.content else None
         except ValueError:
             raise RunError(f"{self.url}{path} did not answer in JSON: {self._excerpt(reply.text)}") from None
 
     async def _events(self, path: str, body: Any) -> AsyncGenerator[Any]:
-        """The server-sent events that answer a POST, each of them JSON, within the deadline for one answer."""
+        """Yield the JSON of the server-sent events that answer a POST, within the deadline of one response."""
         async with (
-            self._within(path, self.deadline),
+            self._deadline(path, self.deadline),
             self._http.stream("POST", self.url + path, json=body) as reply,
         ):
             if reply.status_code >= 300:
-                self._check(path, reply.status_code, (await reply.aread()).decode(errors="replace"))
+                self._check_status(path, reply.status_code, (await reply.aread()).decode(errors="replace"))
             async for line in reply.aiter_lines():
-                words = line.removeprefix("data:").strip()
-                if not line.startswith("data:") or words == "[DONE]":
+                data = line.removeprefix("data:").strip()
+                if not line.startswith("data:") or data == "[DONE]":
                     continue
                 try:
-                    event = json.loads(words)
+                    event = json.loads(data)
                 except ValueError:
-                    raise RunError(f"{self.url}{path} did not answer in JSON: {self._excerpt(words)}") from None
+                    raise RunError(f"{self.url}{path} did not answer in JSON: {self._excerpt(data)}") from None
                 if isinstance(event, dict) and event.get("error"):
-                    about = event["error"]
-                    code = about.get("code") if isinstance(about, dict) else None
-                    self._check(path, code if type(code) is int else 500, words)
+                    error = event["error"]
+                    code = error.get("code") if isinstance(error, dict) else None
+                    self._check_status(path, code if type(code) is int else 500, data)
                 yield event
 
     @asynccontextmanager
-    async def _within(self, path: str, seconds: float) -> AsyncIterator[None]:
-        """Lost where the server is gone, or the time is over."""
+    async def _deadline(self, path: str, seconds: float) -> AsyncIterator[None]:
+        """Raise ServerLostError if the connection fails or the block takes longer than `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 yield
@@ -176,79 +180,83 @@ class ServerClient:
         except self._httpx.TransportError as error:
             raise ServerLostError(f"{self.url}{path}: {type(error).__name__} {error}".rstrip()) from None
 
-    def _check(self, path: str, status: int, text: str) -> None:
+    def _check_status(self, path: str, status: int, text: str) -> None:
         if status >= 500:
-            raise ServerLostError(f"{self.url}{path} said {status}: {self._excerpt(text)}")
-        if status >= 300:  # to another address nothing is sent
-            words = f"{self._excerpt(text)}{self._advice(status)}"
-            raise RunError(f"the engine refused {self.url}{path} with {status}: {words}")
+            raise ServerLostError(f"{self.url}{path} answered {status}: {self._excerpt(text)}")
+        if status >= 300:  # redirects are not followed: data are sent to the configured address only
+            details = f"{self._excerpt(text)}{self._hint(status)}"
+            raise RunError(f"the engine rejected {self.url}{path} with {status}: {details}")
 
     def _excerpt(self, text: str) -> str:
-        return (text.replace(self._key, "…") if self._key else text)[:EXCERPT]
+        return (text.replace(self._key, "…") if self._key else text)[:MAX_EXCERPT_CHARS]
 
-    async def alive(self, seconds: float = GLANCE) -> bool:
+    async def is_healthy(self, seconds: float = HEALTH_CHECK_TIMEOUT) -> bool:
         try:
-            await self.ask("/health", seconds=min(seconds, self.deadline))
+            await self.call("/health", seconds=min(seconds, self.deadline))
         except (ServerLostError, RunError):
             return False
         return True
 
-    async def generate(self, request: EngineRequest, salt: str, hear: OnProgress | None = None) -> EngineResponse:
-        """One response. `hear` is told how far it has come."""
-        body, answer = self.dialect.body(request, salt), EMPTY_RESPONSE
-        if hear is None:
-            reply = await self.ask(self.dialect.generates, body)
-            with self._reading():
-                answer = self.dialect.read(reply)
+    async def generate(
+        self, request: EngineRequest, salt: str, on_progress: OnProgress | None = None
+    ) -> EngineResponse:
+        """Generate one response. With `on_progress`, the response is streamed."""
+        body, response = self.adapter.request_body(request, salt), EMPTY_RESPONSE
+        if on_progress is None:
+            reply = await self.call(self.adapter.generate_path, body)
+            with self._parsing():
+                response = self.adapter.parse_response(reply)
         else:
-            async with aclosing(self._events(self.dialect.generates, body | {"stream": True})) as events:
+            async with aclosing(self._events(self.adapter.generate_path, body | {"stream": True})) as events:
                 async for event in events:
-                    with self._reading():
-                        answer = self.dialect.more(answer, event)
-                    hear(answer)
-        tokens, logp, versions, aborted, _ = answer
-        if -1 in versions:
-            raise ServerLostError(f"{self.url} was started again, and has no weights yet")
-        if aborted:
-            return answer
+                    with self._parsing():
+                        response = self.adapter.parse_event(response, event)
+                    on_progress(response)
+        if -1 in response.versions:
+            raise ServerLostError(f"{self.url} was restarted and has no weights yet")
+        if not response.aborted:
+            self._check_response(request, response)
+        return response
+
+    def _check_response(self, request: EngineRequest, response: EngineResponse) -> None:
+        tokens, logp, versions, *_ = response
         if not (len(tokens) == len(logp) == len(versions)) or not tokens:
             raise RunError(
                 f"{self.url}: a response of {len(tokens)} tokens came with {len(logp)} log-probs and {len(versions)} "
-                f"versions; is it {self.dialect.release}?"
+                f"versions; is it {self.adapter.release}?"
             )
-        if tokens[-1] not in request.ends and len(tokens) != request.most:
+        if tokens[-1] not in request.stop_token_ids and len(tokens) != request.max_tokens:
             raise RunError(
-                f"{self.url}: a response that may have {request.most} tokens ended after {len(tokens)}, at token "
-                f"{tokens[-1]}, which does not end one here. Is there memory for a whole response, and does the server "
-                "know other end tokens than the model has here?"
+                f"{self.url}: a response of at most {request.max_tokens} tokens ended after {len(tokens)}, at token "
+                f"{tokens[-1]}, which is not an end token. Does the server have memory for a whole response, and do "
+                "its end tokens agree with those of the model?"
             )
-        return answer
 
-    async def greet(self, serving: ServerConfig) -> None:
-        """Before its first weights. RunError where it cannot serve this run."""
-        with self._reading():
-            await self.dialect.greet(self, serving)
+    async def check_server(self, config: ServerConfig) -> None:
+        """Raise RunError if the server cannot serve this run."""
+        with self._parsing():
+            await self.adapter.check_server(self, config)
 
-    async def load(self, weights: WeightManifest, version: int) -> None:
-        """New weights, and none of the old ones' caches."""
-        with self._reading():
-            await self.dialect.load(self, weights, version)
+    async def load_weights(self, weights: WeightManifest, version: int) -> None:
+        """Load new weights and drop the caches of the old ones."""
+        with self._parsing():
+            await self.adapter.load_weights(self, weights, version)
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Answers that cannot be read are RunError."""
+    def _parsing(self) -> Iterator[None]:
+        """Turn errors of parsing a reply into RunError."""
         try:
             yield
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            why = f"{type(error).__name__} {error}"
-            raise RunError(f"{self.url}: its answer is not that of {self.dialect.release}: {why}") from None
+            reason = f"{type(error).__name__} {error}"
+            raise RunError(f"{self.url}: its reply is not that of {self.adapter.release}: {reason}") from None
 
-    def _advice(self, status: int) -> str:
+    def _hint(self, status: int) -> str:
         if status == 401:
             return ". Is the key the one of that `ascent engine`?"
         if status != 404:
             return ""
-        return f". {self.dialect.advice}? docs/serving.md has the command"
+        return f". {self.adapter.setup_hint}? docs/serving.md has the command"
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -1,4 +1,4 @@
-"""vLLM 0.32: token ids in and out, and weights by its own transfer life cycle, from a file in shared memory."""
+"""Adapter for vLLM 0.32: token ids in and out, and weights through its weight-transfer API, from shared memory."""
 
 import json
 from pathlib import Path
@@ -15,38 +15,38 @@ from ascent.inference.remote.engine_adapter import (
 )
 from ascent.inference.remote.weight_files import WeightManifest
 
-INSIDE = Path(__file__).parent / "inside"
-"""The folder that vLLM finds its worker extension in; nothing else is in it."""
-FLAGS = (
+WORKER_EXTENSION_FOLDER = Path(__file__).parent / "inside"
+"""Added to vLLM's PYTHONPATH; it contains only the worker extension."""
+SERVER_FLAGS = (
     *("--skip-tokenizer-init", "--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
     *("--generation-config", "vllm", "--load-format", "dummy"),
     *("--worker-extension-cls", "ascent_worker.Worker", "--weight-transfer-config"),
 )
-"""What a server for Ascent is started with, whatever it serves; how weights come follows."""
+"""Flags of every server. The JSON of the weight transfer follows the last one."""
 
 
 class VLLM(EngineAdapter):
-    name, release, generates = "vllm", "vLLM 0.32", "/inference/v1/generate"
-    coldest = 0.01
-    """It raises every lower one to this."""
-    narrowed = "its log-probs are then over what is left, and it does not say which probability they kept"
+    name, release, generate_path = "vllm", "vLLM 0.32", "/inference/v1/generate"
+    min_temperature = 0.01
+    """vLLM raises lower temperatures to this value."""
+    truncation_note = "vLLM normalizes its log-probs over the kept tokens and does not report the kept mass"
     transfer = "file"
-    """Its name among vLLM's ways to transfer weights; `inside/ascent_worker.py` has registered it."""
-    advice = "Is it vLLM 0.32, started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
+    """The weight-transfer backend of vLLM, registered by `inside/ascent_worker.py`."""
+    setup_hint = "Is it vLLM 0.32, started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
 
-    def body(self, request: EngineRequest, salt: str) -> dict[str, Any]:
-        drawn: dict[str, Any] = {"temperature": 0.0}
+    def request_body(self, request: EngineRequest, salt: str) -> dict[str, Any]:
+        params: dict[str, Any] = {"temperature": 0.0}
         if request.temperature:
-            drawn = {"temperature": request.temperature, "seed": request.seed}
-        k, p, least = request.narrow
-        drawn |= {"top_k": k} if k else {}
-        drawn |= ({"top_p": p} if p < 1.0 else {}) | ({"min_p": least} if least else {})
-        drawn |= {"max_tokens": request.most, "logprobs": 0, "detokenize": False, "ignore_eos": True}
-        if request.ends:  # just these, whatever the server knows
-            drawn["stop_token_ids"] = list(request.ends)
-        return {"token_ids": request.prompt, "sampling_params": drawn, "cache_salt": salt}
+            params = {"temperature": request.temperature, "seed": request.seed}
+        top_k, top_p, min_p = request.truncation
+        params |= {"top_k": top_k} if top_k else {}
+        params |= ({"top_p": top_p} if top_p < 1.0 else {}) | ({"min_p": min_p} if min_p else {})
+        params |= {"max_tokens": request.max_tokens, "logprobs": 0, "detokenize": False, "ignore_eos": True}
+        if request.stop_token_ids:  # ignore_eos: the end tokens of the server's model config do not count
+            params["stop_token_ids"] = list(request.stop_token_ids)
+        return {"token_ids": request.prompt, "sampling_params": params, "cache_salt": salt}
 
-    def read(self, reply: Any) -> EngineResponse:
+    def parse_response(self, reply: Any) -> EngineResponse:
         (choice,) = reply["choices"]
         content = (choice["logprobs"] or {}).get("content") or []
         return EngineResponse(
@@ -56,62 +56,58 @@ class VLLM(EngineAdapter):
             aborted=choice.get("finish_reason") == "abort",
         )
 
-    def more(self, before: EngineResponse, event: Any) -> EngineResponse:
-        """Each event has the new tokens, and the last one the versions of all."""
-        piece = self.read(event)
-        return before._replace(versions=[]).then(piece)
+    def parse_event(self, before: EngineResponse, event: Any) -> EngineResponse:
+        """Append the new tokens of an event. The last event contains the versions of all tokens."""
+        return before._replace(versions=[]).concat(self.parse_response(event))
 
-    async def greet(self, server: ServerConnection, serving: ServerConfig) -> None:
-        self.know(server.url, (await server.ask("/version"))["version"])
-        (served,) = (await server.ask("/v1/models"))["data"]
-        self.fits(server.url, served["max_model_len"], serving.length, "--max-model-len")
+    async def check_server(self, server: ServerConnection, config: ServerConfig) -> None:
+        self.check_version(server.url, (await server.call("/version"))["version"])
+        (served,) = (await server.call("/v1/models"))["data"]
+        self.check_context_length(server.url, served["max_model_len"], config.max_model_len, "--max-model-len")
 
-    async def load(self, server: ServerConnection, weights: WeightManifest, version: int) -> None:
-        await self.begin(server)
-        await server.ask("/pause?mode=keep&clear_cache=false", {})
-        await server.ask("/start_weight_update", {})
-        await self.update(server, weights)
-        await server.ask("/finish_weight_update", {"weight_version": str(version)})
-        compare(server.url, weights, await server.ask("/collective_rpc", {"method": "ascent_received"}))
-        await server.ask("/reset_prefix_cache?reset_running_requests=true", {})
-        await server.ask("/resume", {})
+    async def load_weights(self, server: ServerConnection, weights: WeightManifest, version: int) -> None:
+        await self.init_transfer(server)
+        await server.call("/pause?mode=keep&clear_cache=false", {})
+        await server.call("/start_weight_update", {})
+        await self.transfer_weights(server, weights)
+        await server.call("/finish_weight_update", {"weight_version": str(version)})
+        check_received(server.url, weights, await server.call("/collective_rpc", {"method": "ascent_received"}))
+        await server.call("/reset_prefix_cache?reset_running_requests=true", {})
+        await server.call("/resume", {})
 
-    async def begin(self, server: ServerConnection) -> None:
-        """Before weights: what both sides agree upon."""
-        await server.ask("/init_weight_transfer_engine", {"init_info": {}})
+    async def init_transfer(self, server: ServerConnection) -> None:
+        """Initialize the weight transfer on both sides."""
+        await server.call("/init_weight_transfer_engine", {"init_info": {}})
 
-    async def update(self, server: ServerConnection, weights: WeightManifest) -> None:
-        """The weights themselves."""
-        await server.ask("/update_weights", {"update_info": {"path": str(weights.path)}})
+    async def transfer_weights(self, server: ServerConnection, weights: WeightManifest) -> None:
+        """Transfer the weights."""
+        await server.call("/update_weights", {"update_info": {"path": str(weights.path)}})
 
-    def arguments(self, serving: ServerConfig, model: Path, port: int) -> list[str]:
-        own = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"]
-        own += ["--port", str(port), "--dtype", serving.dtype, "--max-model-len", str(serving.length)]
-        backend = json.dumps({"backend": self.transfer})
+    def server_arguments(self, config: ServerConfig, model: Path, port: int) -> list[str]:
         return [
-            *own,
-            "--max-num-seqs",
-            str(serving.rows),
-            *(["--enforce-eager"] if serving.cpu else []),
-            *FLAGS,
-            backend,
+            *("-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"),
+            *("--port", str(port), "--dtype", config.dtype, "--max-model-len", str(config.max_model_len)),
+            *("--max-num-seqs", str(config.max_num_seqs)),
+            *(["--enforce-eager"] if config.on_cpu else []),
+            *SERVER_FLAGS,
+            json.dumps({"backend": self.transfer}),
         ]
 
-    def environment(self, serving: ServerConfig) -> tuple[dict[str, str], dict[str, str]]:
-        on_cpu = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        always = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(INSIDE)}
-        return on_cpu if serving.cpu else {}, always
+    def server_environment(self, config: ServerConfig) -> tuple[dict[str, str], dict[str, str]]:
+        cpu_defaults = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        required = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(WORKER_EXTENSION_FOLDER)}
+        return cpu_defaults if config.on_cpu else {}, required
 
 
-def compare(url: str, weights: WeightManifest, reply: Any) -> None:
-    """RunError where a worker has not read just these tensors, or has parameters that none of them reached."""
+def check_received(url: str, weights: WeightManifest, reply: Any) -> None:
+    """Raise RunError if a worker received other tensors, or if a parameter was not loaded."""
     for worker in reply["results"]:
         received, untouched = worker["tensors"], worker["untouched"]
-        every = weights.tensors.keys() | received.keys()
-        odd = sorted(name for name in every if weights.tensors.get(name) != received.get(name))
-        if odd or untouched:
-            what = f"{odd[0]} differs from what was sent" if odd else f"nothing was loaded into {untouched[0]}"
+        names = weights.checksums.keys() | received.keys()
+        wrong = sorted(name for name in names if weights.checksums.get(name) != received.get(name))
+        if wrong or untouched:
+            example = f"{wrong[0]} differs from what was sent" if wrong else f"{untouched[0]} was not loaded"
             raise RunError(
-                f"{url}: of {len(weights.tensors)} tensors, {len(odd)} arrived wrong and {len(untouched)} "
-                f"parameters were left alone: {what}. Does the server serve this model?"
+                f"{url}: of {len(weights.checksums)} tensors, {len(wrong)} arrived wrong, and {len(untouched)} "
+                f"parameters were not loaded: {example}. Does the server serve this model?"
             )

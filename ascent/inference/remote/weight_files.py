@@ -1,4 +1,4 @@
-"""The policy's weights as a serving engine loads them: by their names in a checkpoint, with adapters merged."""
+"""The policy's weights in the form that a serving engine loads: checkpoint names, with LoRA adapters merged."""
 
 import fcntl
 import os
@@ -17,23 +17,23 @@ from torch import Tensor
 
 from ascent.models.causal_lm import LanguageModel
 
-SHARED = Path("/dev/shm")
-PREFIX = "ascent-weights-"
+SHARED_MEMORY = Path("/dev/shm")
+FOLDER_PREFIX = "ascent-weights-"
 
 
 class WeightManifest(NamedTuple):
-    """What a file of weights holds."""
+    """The weights of one version: a file, or tensors in memory, with their checksums."""
 
     path: Path
-    tensors: dict[str, list[Any]]
-    """By name: shape and checksum, as the worker inside the engine reports what it has read."""
-    held: dict[str, Tensor] | None = None
-    """The tensors themselves, where there is no file."""
+    checksums: dict[str, list[Any]]
+    """By tensor name: shape and checksum, in the form that the worker inside the engine reports them."""
+    tensors: dict[str, Tensor] | None = None
+    """The tensors, if there is no file."""
 
 
 @torch.no_grad()
 def checkpoint_tensors(lm: LanguageModel) -> dict[str, Tensor]:
-    """Every tensor of the model by its name in a Hugging Face checkpoint. Tied ones are there once."""
+    """Return every tensor of the model by its name in a Hugging Face checkpoint; tied tensors appear once."""
     from transformers.core_model_loading import revert_weight_conversion
 
     modules, tensors, seen = dict(lm.model.named_modules()), {}, set()
@@ -52,21 +52,20 @@ def checkpoint_tensors(lm: LanguageModel) -> dict[str, Tensor]:
 
 
 def write_weights(tensors: dict[str, Tensor], folder: Path) -> WeightManifest:
-    """All of them in one safetensors file."""
-    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    """Write all tensors to one safetensors file."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     path = folder / "weights.safetensors"
-    save_file(held, path)
-    return WeightManifest(path, {name: [list(tensor.shape), checksum(tensor)] for name, tensor in held.items()})
+    save_file(tensors, path)
+    return WeightManifest(path, {name: [list(tensor.shape), checksum(tensor)] for name, tensor in tensors.items()})
 
 
 @contextmanager
-def prepared(tensors: dict[str, Tensor], by_file: bool) -> Iterator[WeightManifest]:
-    """Inside, the weights can be handed over: as a file, which is removed afterwards, or as they are."""
-    if not by_file:
-        held = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        yield WeightManifest(
-            Path(), {name: [list(each.shape), checksum(each.cpu())] for name, each in held.items()}, held
-        )
+def prepare_weights(tensors: dict[str, Tensor], as_file: bool) -> Iterator[WeightManifest]:
+    """Provide weights for a transfer: as a file, which is removed on exit, or as tensors in memory."""
+    if not as_file:
+        tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        checksums = {name: [list(tensor.shape), checksum(tensor.cpu())] for name, tensor in tensors.items()}
+        yield WeightManifest(Path(), checksums, tensors)
         return
     folder = weights_folder(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
     try:
@@ -76,39 +75,39 @@ def prepared(tensors: dict[str, Tensor], by_file: bool) -> Iterator[WeightManife
 
 
 def checksum(tensor: Tensor) -> int:
-    """CRC-32 of its bytes."""
+    """Return the CRC-32 of the bytes of a tensor."""
     return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-HELD: dict[Path, int] = {}
-"""The folders of this process, each with the descriptor that locks it."""
+LOCKED_FOLDERS: dict[Path, int] = {}
+"""The weight folders of this process, each with the file descriptor that locks it."""
 
 
 def weights_folder(size: int) -> Path:
-    """A new folder for a file of this many bytes: in shared memory, or on the disk where that has no room.
+    """Create a folder for a file of `size` bytes, in shared memory or, if there is no room, on the disk.
 
-    This process locks it. One without a lock was left by a process that was killed, and is removed: it takes memory.
-    UnsupportedArchitectureError a pid, a lock is also seen by containers that share the memory.
+    This process locks the folder. An unlocked folder was left by a process that was killed, and is removed. Unlike a
+    process id, a lock also works between containers that share the memory.
     """
-    for removed in [folder for folder in HELD if not folder.exists()]:
-        os.close(HELD.pop(removed))
-    for left in SHARED.glob(PREFIX + "[0-9a-f]" * 16):
-        with suppress(OSError):  # in use, or somebody else's
-            os.close(_locked(left))
-            shutil.rmtree(left)
-    where = Path(tempfile.gettempdir())
+    for removed in [folder for folder in LOCKED_FOLDERS if not folder.exists()]:
+        os.close(LOCKED_FOLDERS.pop(removed))
+    for folder in SHARED_MEMORY.glob(FOLDER_PREFIX + "[0-9a-f]" * 16):
+        with suppress(OSError):  # in use, or owned by another user
+            os.close(_lock(folder))
+            shutil.rmtree(folder)
+    parent = Path(tempfile.gettempdir())
     with suppress(OSError):
-        room = os.statvfs(SHARED)
-        where = SHARED if room.f_bavail * room.f_frsize > 1.1 * size + 2**20 else where
-    name = f"{PREFIX}{secrets.token_hex(8)}"
-    aside = where / f".{name}"  # it has its name once it is locked
-    aside.mkdir(mode=0o700)
-    HELD[where / name] = _locked(aside)
-    return aside.rename(where / name)
+        usage = os.statvfs(SHARED_MEMORY)
+        parent = SHARED_MEMORY if usage.f_bavail * usage.f_frsize > 1.1 * size + 2**20 else parent
+    name = f"{FOLDER_PREFIX}{secrets.token_hex(8)}"
+    hidden = parent / f".{name}"  # renamed once it is locked, so that no other process removes it
+    hidden.mkdir(mode=0o700)
+    LOCKED_FOLDERS[parent / name] = _lock(hidden)
+    return hidden.rename(parent / name)
 
 
-def _locked(folder: Path) -> int:
-    """A descriptor that locks a folder until it is closed; OSError where another one does."""
+def _lock(folder: Path) -> int:
+    """Lock a folder and return the descriptor that holds the lock. OSError: another process holds it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,9 +12,9 @@ import torch
 
 from ascent.core.errors import ConfigError, RunError
 from ascent.inference.remote.engine_adapter import ServerConfig
-from ascent.inference.remote.nccl_transfer import NcclVLLM, WeightGroup, both
+from ascent.inference.remote.nccl_transfer import NcclVLLM, WeightGroup, run_together
 from ascent.inference.remote.server_client import ServerLostError
-from ascent.inference.remote.weight_files import prepared
+from ascent.inference.remote.weight_files import prepare_weights
 from ascent.settings import configure
 from tests.inference.remote.test_remote_engine import World, gap, stack
 from tests.stand_in import VllmStandIn
@@ -46,21 +46,21 @@ def test_every_dtype_and_layout_is_broadcast_as_it_is() -> None:
         "one": torch.tensor(2.5, dtype=torch.float64),
         "whole": torch.arange(5),
     }
-    with prepared(tensors, by_file=False) as weights:
-        held = weights.held or {}
+    with prepare_weights(tensors, as_file=False) as weights:
+        held = weights.tensors or {}
         group, server = WeightGroup(2, torch.device("cpu"), 60.0), VllmStandIn(torch.nn.Linear(1, 1))
         joined = threading.Thread(target=group.join)
         joined.start()
         server.join({"port": group.port, "size": 2, "seconds": 60.0})
         joined.join()
-        sent = threading.Thread(target=group.send, args=[held])
+        sent = threading.Thread(target=group.broadcast, args=[held])
         sent.start()
         shapes, dtypes = ([[*t.shape] for t in held.values()], [str(t.dtype)[6:] for t in held.values()])
         received = server.receive({"names": list(held), "shapes": shapes, "dtypes": dtypes})
         sent.join()
     assert all(torch.equal(received[name], tensor) for name, tensor in tensors.items())
-    assert weights.tensors["turned"][0] == [3, 4]
-    group.end()
+    assert weights.checksums["turned"][0] == [3, 4]
+    group.abort()
 
 
 @pytest.mark.long
@@ -93,10 +93,10 @@ def test_what_fails_first_of_a_request_and_its_broadcast_is_raised() -> None:
         await asyncio.sleep(600)
 
     with pytest.raises(ServerLostError, match="500"):
-        asyncio.run(both(refused(), lambda: ended.wait(60) and None))
+        asyncio.run(run_together(refused(), lambda: ended.wait(60) and None))
     ended.set()
     with pytest.raises(ServerLostError, match=r"the broadcast of weights has failed: ZeroDivisionError"):
-        asyncio.run(both(never(), lambda: print(1 / 0)))
+        asyncio.run(run_together(never(), lambda: print(1 / 0)))
 
 
 def test_the_store_is_on_loopback_and_a_group_of_a_gpu_is_nccls() -> None:
@@ -105,11 +105,13 @@ def test_the_store_is_on_loopback_and_a_group_of_a_gpu_is_nccls() -> None:
     listening = [line.split() for line in open("/proc/net/tcp")][1:]  # noqa: SIM115
     ours = [line[1] for line in listening if int(line[1].partition(":")[2], 16) == group.port and line[3] == "0A"]
     assert ours == [f"0100007F:{group.port:04X}"]
-    assert group.wait.total_seconds() > 9.0, "the deadline of the request comes before NCCL's, which ends the process"
+    assert group.timeout.total_seconds() > 9.0, "the deadline of the request precedes NCCL's timeout"
 
 
 def test_a_server_is_started_for_a_broadcast_and_others_are_refused() -> None:
-    started = NcclVLLM(torch.device("cpu"), 9.0).arguments(ServerConfig({}, "float32", 64, 8, False), Path("m"), 1)
+    started = NcclVLLM(torch.device("cpu"), 9.0).server_arguments(
+        ServerConfig({}, "float32", 64, 8, False), Path("m"), 1
+    )
     assert started[-2:] == ["--weight-transfer-config", '{"backend": "collective"}']
     for more in ({"engine": "sglang"}, {"engine": "vllm", "engine.key_env": "A"}):
         settings = {"model": "tiny", "engine.url": "http://127.0.0.1:1", "engine.transport": "nccl"} | more

@@ -73,7 +73,7 @@ def another(world: World, stack: ExitStack) -> RemoteEngine:
     """A sampler of the same policy on the same servers, as after a resume."""
     policy = CausalLM("tiny", engine="vllm", engine_url=tuple(server.url for server in world.servers))
     sampler = RemoteEngine(policy, world.lm, 5, 32, 0.7, torch.Generator().manual_seed(2))
-    sampler.look = 0.05
+    sampler.health_check_interval = 0.05
     stack.callback(sampler.close)
     return sampler
 
@@ -115,7 +115,7 @@ def test_a_response_that_is_begun_before_a_load_and_continued_after_it_is_probed
     stack: ExitStack, kept: bool, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = endless(stack, engine=engine)
-    server, own, sleep = world.server, world.sampler.fleet.probe, asyncio.sleep
+    server, own, sleep = world.server, world.sampler.server_pool.probe, asyncio.sleep
 
     async def until_it_is_begun(_: float) -> None:
         while not server.probe_held:
@@ -127,7 +127,7 @@ def test_a_response_that_is_begun_before_a_load_and_continued_after_it_is_probed
     wait_until_held(server, 12)
     server.hold_probe_at = 3
     world.move()
-    with pytest.raises(RunError, match="goes on with old keys and values") if kept else nullcontext():
+    with pytest.raises(RunError, match="continues with an old KV cache") if kept else nullcontext():
         world.load(1)
     go_on(server)
     assert own.continued == (3, 5)
@@ -238,7 +238,7 @@ def test_a_server_that_dies_while_the_learner_trains_is_seen_at_the_next_load(st
         world.server.revive()
     world.move()
     world.load(1)
-    assert world.sampler.fleet.servers[0].down is (servers == 2), "alone it has come back"
+    assert world.sampler.server_pool.servers[0].is_down is (servers == 2), "alone it has come back"
     for number in (0, 1):
         for rollouts in step(world.sampler, number):
             version = rollouts.version.expand(rollouts.mask.shape)
@@ -257,10 +257,10 @@ def test_a_server_that_stays_away_for_good_is_no_trouble_while_another_serves(st
         world.load(version)
         world.sampler.submit(tickets(version))
         step(world.sampler, version)
-    assert world.sampler.fleet.servers[0].down
+    assert world.sampler.server_pool.servers[0].is_down
     world.server.revive()
     world.load(7)
-    assert not world.sampler.fleet.servers[0].down and world.server.version == "7"
+    assert not world.sampler.server_pool.servers[0].is_down and world.server.version == "7"
 
 
 @pytest.mark.long
@@ -344,7 +344,7 @@ def be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     load = ServerPool.load
 
     def late(served: ServerPool, version: int) -> None:
-        assert not wait([future for server in served.servers for future in server.owed], 60).not_done
+        assert not wait([future for server in served.servers for future in server.in_flight], 60).not_done
         load(served, version)
 
     monkeypatch.setattr(ServerPool, "load", late)

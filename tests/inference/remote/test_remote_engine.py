@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -32,15 +33,14 @@ from ascent.cli.run_flags import parse_train
 from ascent.core.errors import ConfigError, RunError
 from ascent.core.protocols import PendingRollout, RolloutRequest
 from ascent.core.types import Prompts, Rollouts
-from ascent.inference.remote import remote_engine as sampler_module
-from ascent.inference.remote import weight_files, weight_probe
+from ascent.inference.remote import remote_engine, weight_files, weight_probe
 from ascent.inference.remote.adapters import ENGINES
 from ascent.inference.remote.engine_adapter import EngineRequest, ServerConfig
 from ascent.inference.remote.remote_engine import RemoteEngine
 from ascent.inference.remote.request_forwarder import RemoteConversationEngine
 from ascent.inference.remote.server_client import PrioritySemaphore, ServerClient, ServerLostError
 from ascent.inference.remote.server_process import ServerProcess, find_python
-from ascent.inference.remote.vllm import INSIDE, VLLM
+from ascent.inference.remote.vllm import VLLM, WORKER_EXTENSION_FOLDER
 from ascent.inference.remote.weight_files import checkpoint_tensors
 from ascent.models import CausalLM, LanguageModel
 from ascent.models.lm_head import Head, token_stats
@@ -54,7 +54,7 @@ SMALL = {"dtype": torch.float32, "max_position_embeddings": 32, "num_hidden_laye
 """The probe then has prompts of 24 tokens, and 8 behind each."""
 
 
-every_engine = pytest.mark.parametrize("engine", mostly_smokes([dialect.name for dialect in ENGINES], "vllm"))
+every_engine = pytest.mark.parametrize("engine", mostly_smokes([adapter.name for adapter in ENGINES], "vllm"))
 
 
 class World:
@@ -70,7 +70,7 @@ class World:
         self.policy = CausalLM("tiny", engine=engine, engine_url=urls, **settings)
         generator = torch.Generator().manual_seed(1)
         self.sampler = RemoteEngine(self.policy, self.lm, limit, 32, temperature, generator)
-        self.sampler.look = 0.05
+        self.sampler.health_check_interval = 0.05
         stack.callback(self.sampler.close)
 
     @property
@@ -281,7 +281,7 @@ def test_weights_are_sent_by_the_names_and_with_the_values_of_an_exported_checkp
 def test_weights_leave_nothing_behind_and_what_a_killed_process_left_is_removed(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_files, "SHARED", tmp_path)
+    monkeypatch.setattr(weight_files, "SHARED_MEMORY", tmp_path)
     Forked(lambda: weight_files.weights_folder(1) and 0, tmp_path / "out").wait(60)
     (left,) = tmp_path.glob("ascent-weights-*")
     ours = weight_files.weights_folder(1)
@@ -296,13 +296,13 @@ def test_weights_in_use_are_not_removed_by_a_process_that_cannot_see_their_owner
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As containers that share /dev/shm: none sees the other's processes, and the same pid may be in both."""
-    monkeypatch.setattr(weight_files, "SHARED", tmp_path)
+    monkeypatch.setattr(weight_files, "SHARED_MEMORY", tmp_path)
     folder = weight_files.weights_folder(1)
     exists = Path.exists
     monkeypatch.setattr(Path, "exists", lambda path: not str(path).startswith("/proc/") and exists(path))
 
     def elsewhere() -> int:
-        weight_files.HELD.clear()
+        weight_files.LOCKED_FOLDERS.clear()
         shutil.rmtree(weight_files.weights_folder(1))
         return 0
 
@@ -313,19 +313,19 @@ def test_weights_in_use_are_not_removed_by_a_process_that_cannot_see_their_owner
 
 def test_where_shared_memory_has_no_room_weights_go_through_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = weight_files.weights_folder(1 << 60)
-    assert folder.parent != weight_files.SHARED
+    assert folder.parent != weight_files.SHARED_MEMORY
     folder.rmdir()
 
 
 # ---- a sabotaged load --------------------------------------------------------------------------------
 
 SABOTAGE: dict[str, tuple[dict[str, Any], str]] = {
-    "a tensor is forgotten": ({"forget": "model.layers.1.mlp.up_proj.weight"}, "does not draw from this policy"),
-    "the old head is kept": ({"forget": "lm_head.weight"}, "does not draw from this policy"),
+    "a tensor is forgotten": ({"forget": "model.layers.1.mlp.up_proj.weight"}, "does not sample from this policy"),
+    "the old head is kept": ({"forget": "lm_head.weight"}, "does not sample from this policy"),
     "a tensor arrives wrong": ({"corrupt": "model.norm.weight"}, r"model\.norm\.weight differs from what was sent"),
     "the old cache is kept": ({"keep_cache": True, "ignore_salt": True}, "keeps its prefix cache"),
-    "log-probs have no temperature": ({"raw_logprobs": True}, "after temperature"),
-    "the version is another": ({"old_version": True}, "says that version 0 drew"),
+    "log-probs have no temperature": ({"raw_logprobs": True}, "include the temperature"),
+    "the version is another": ({"old_version": True}, "to version \\d with version 0"),
 }
 
 
@@ -362,7 +362,7 @@ def test_a_parameter_that_nothing_reaches_is_named(stack: ExitStack, monkeypatch
     every = weight_files.checkpoint_tensors
     some = lambda lm: {k: v for k, v in every(lm).items() if k != "model.norm.weight"}  # noqa: E731
     monkeypatch.setattr("ascent.inference.remote.server_pool.checkpoint_tensors", some)
-    with pytest.raises(RunError, match=r"nothing was loaded into model\.norm\.weight"):
+    with pytest.raises(RunError, match=r"model\.norm\.weight was not loaded"):
         world.load(0)
 
 
@@ -382,10 +382,10 @@ def test_a_server_of_another_version_or_with_too_little_room_gets_no_weights(sta
     world = World(stack, engine=engine)
     release = world.server.release
     world.server.release = "0.31.2"
-    with pytest.raises(RunError, match=r"0\.31\.2, and Ascent speaks to"):
+    with pytest.raises(RunError, match=r"0\.31\.2, but Ascent supports"):
         world.load(0)
     world.server.release, world.server.context = release, 20
-    with pytest.raises(RunError, match="takes 20 tokens, and a prompt with its response may have"):
+    with pytest.raises(RunError, match="context length of 20 tokens, but a prompt with its response may have"):
         world.load(0)
     assert not world.server.received
 
@@ -431,7 +431,7 @@ def test_what_a_dead_server_owed_is_drawn_by_the_others_with_the_same_seeds(
     expected = world.generate(samples=4)
     world.server.die_after = len(world.server.asked) + after
     same(world.generate(samples=4), expected)
-    assert world.sampler.fleet.servers[0].down
+    assert world.sampler.server_pool.servers[0].is_down
     world.server.dead, world.server.die_after = False, -1
     world.move()
     world.load(1)
@@ -457,7 +457,7 @@ def test_a_server_that_comes_back_gets_weights_and_a_probe_before_any_ticket(sta
     assert calls.count("/finish_weight_update") == 1 and calls.count("probe") == 2
     assert calls.index("/resume") < calls.index("probe")
     world.server.forget, world.server.die_after = "model.norm.weight", len(world.server.asked)
-    with reviving(world.server), pytest.raises(RunError, match="does not draw from this policy"):
+    with reviving(world.server), pytest.raises(RunError, match="does not sample from this policy"):
         world.generate()
 
 
@@ -486,9 +486,9 @@ def reviving(server: StandIn) -> Iterator[list[bool]]:
 @pytest.mark.long
 def test_a_server_that_never_comes_back_is_trouble_within_the_deadline(stack: ExitStack) -> None:
     world = World(stack, deadline=0.4)
-    world.sampler.fleet.deadline = 20.0
+    world.sampler.server_pool.deadline = 20.0
     world.load(0)
-    world.sampler.fleet.deadline = 0.4
+    world.sampler.server_pool.deadline = 0.4
     world.server.die_after = len(world.server.asked) + 2
     with pytest.raises(RunError, match=r"the engine is gone.*has not come back within 0\.4 seconds"):
         world.generate()
@@ -499,7 +499,7 @@ def test_a_server_that_hangs_is_given_up_and_the_others_do_its_work(stack: ExitS
     world = World(stack, servers=2)
     world.load(0)
     expected = world.generate(samples=4)
-    world.sampler.fleet.servers[0].client.deadline = 1.0
+    world.sampler.server_pool.servers[0].client.deadline = 1.0
     world.server.hang_after = len(world.server.asked) + 1
     same(world.generate(samples=4), expected)
 
@@ -518,7 +518,7 @@ def test_after_the_loops_deadline_the_missing_groups_stay_missing(stack: ExitSta
     world = World(stack)
     world.load(0)
     world.server.hang_after = len(world.server.asked)
-    world.sampler.look = 60.0
+    world.sampler.health_check_interval = 60.0
     world.sampler.submit([RolloutRequest(0, Prompts.of(prompts_of()), 2, seed=5)])
     assert list(world.sampler.iter_finished(0, 0.1)) == []
 
@@ -560,9 +560,9 @@ def test_weights_that_were_not_sent_while_a_journal_was_replayed_are_sent_with_t
     world = World(stack)
     world.sampler.first_version = 3
     world.load(0)
-    assert not world.server.calls and world.sampler.fleet.version != 0
+    assert not world.server.calls and world.sampler.server_pool.version != 0
     rollouts = world.generate()
-    assert world.sampler.fleet.version == 0 and gap(world.lm, rollouts) < 1e-4
+    assert world.sampler.server_pool.version == 0 and gap(world.lm, rollouts) < 1e-4
 
 
 @pytest.mark.long
@@ -583,7 +583,7 @@ def test_a_response_of_other_weights_than_were_asked_is_trouble(stack: ExitStack
     world = World(stack)
     world.load(1)
     world.server.old_version = True
-    with pytest.raises(RunError, match=r"says that versions \[0\] drew a response that was asked of version 1$"):
+    with pytest.raises(RunError, match=r"answered a request to version 1 with versions \[0\]$"):
         world.generate()
 
 
@@ -591,8 +591,8 @@ def test_a_response_of_other_weights_than_were_asked_is_trouble(stack: ExitStack
 def test_a_call_that_takes_too_long_is_trouble(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(stack)
     world.load(0)
-    world.server.hang_after, world.sampler.look = len(world.server.asked), 60.0
-    monkeypatch.setattr(sampler_module, "WHOLE", 0.05)
+    world.server.hang_after, world.sampler.health_check_interval = len(world.server.asked), 60.0
+    monkeypatch.setattr(remote_engine, "GENERATE_DEADLINE", 0.05)
     with pytest.raises(RunError, match=r"^the engine has finished 0 of 3 groups within 0\.05 seconds$"):
         world.generate()
     world.server.hang_after = -1
@@ -625,13 +625,13 @@ def answering(status: int, text: str, key: str = "") -> ServerClient:
     return client
 
 
-PATH = VLLM.generates
+PATH = VLLM.generate_path
 ANSWERS: list[tuple[bool, int, str, type[Exception], str]] = [
     (False, 200, "nonsense", RunError, "http://engine{path} did not answer in JSON: nonsense"),
     (False, 200, "my secret", RunError, "http://engine{path} did not answer in JSON: my …"),
     (True, 200, "data: nonsense", RunError, "http://engine{path} did not answer in JSON: nonsense"),
-    (True, 400, "too long", RunError, "the engine refused http://engine{path} with 400: too long"),
-    (True, 503, "busy", ServerLostError, "http://engine{path} said 503: busy"),
+    (True, 400, "too long", RunError, "the engine rejected http://engine{path} with 400: too long"),
+    (True, 503, "busy", ServerLostError, "http://engine{path} answered 503: busy"),
 ]
 
 
@@ -651,10 +651,10 @@ def test_an_answer_that_cannot_be_read_is_shown(
 
 def test_a_lane_that_was_handed_to_a_cancelled_request_is_handed_on() -> None:
     async def check() -> None:
-        lanes = PrioritySemaphore(1)
+        slots = PrioritySemaphore(1)
 
         async def work() -> None:
-            async with lanes(0):
+            async with slots(0):
                 pass
 
         async def cancelled(task: "asyncio.Task[None]") -> None:
@@ -662,15 +662,15 @@ def test_a_lane_that_was_handed_to_a_cancelled_request_is_handed_on() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
 
-        async with lanes(0):
+        async with slots(0):
             early, late = asyncio.create_task(work()), asyncio.create_task(work())
             await asyncio.sleep(0)
             await cancelled(early)
-            assert lanes.free == 0
+            assert slots.free == 0
         await cancelled(late)  # the lane is its own already, and it has not begun to work
-        assert lanes.free == 1
+        assert slots.free == 1
         await asyncio.wait_for(work(), 5)
-        assert lanes.free == 1
+        assert slots.free == 1
 
     asyncio.run(check())
 
@@ -726,9 +726,9 @@ def test_a_server_is_started_watched_started_again_after_a_kill_and_ended(tmp_pa
     sampler.folder = tmp_path / "engine"
     try:
         sampler.load({}, 0)
-        (server,) = sampler.fleet.servers
-        assert server.process is not None and server.process._running is not None
-        first = server.process._running.pid
+        (server,) = sampler.server_pool.servers
+        assert server.process is not None and server.process._process is not None
+        first = server.process._process.pid
         expected = sampler.generate(Prompts.of(prompts_of()), 4, seed=5)
         sampler.submit([RolloutRequest(0, Prompts.of(prompts_of()), 4, seed=5)])
         os.killpg(first, signal.SIGKILL)
@@ -737,7 +737,7 @@ def test_a_server_is_started_watched_started_again_after_a_kill_and_ended(tmp_pa
         for place, rollouts in done.items():
             width = rollouts.mask.shape[-1]
             assert torch.equal(rollouts.response, expected.response[place : place + 1, :, :width] * rollouts.mask)
-        second = server.process._running.pid
+        second = server.process._process.pid
         assert second != first and group_of(second)
         assert (tmp_path / "engine" / "vllm.log").read_text().count("the stand-in listens") == 2
     finally:
@@ -758,8 +758,8 @@ def test_a_server_ends_with_an_ascent_that_is_killed(tmp_path: Path) -> None:
     if not trainer:
         try:
             process.start()
-            assert process._running is not None
-            os.write(tells, str(process._running.pid).encode())
+            assert process._process is not None
+            os.write(tells, str(process._process.pid).encode())
             signal.pause()
         finally:
             os._exit(1)
@@ -779,8 +779,8 @@ def test_a_server_that_does_not_start_is_trouble_with_the_end_of_its_log(tmp_pat
     python.chmod(0o755)
     process = ServerProcess(str(python), VLLM(), ServerConfig({}, "float32", 64, 8, True), "", tmp_path)
     process.start()
-    with pytest.raises(RunError, match=r"(?s)ended with 3\..*no module named vllm"):
-        process.wait(lambda: False)
+    with pytest.raises(RunError, match=r"(?s)ended with exit code 3\..*no module named vllm"):
+        process.wait_until_ready(lambda: False)
 
 
 def test_a_server_that_is_killed_while_it_starts_is_lost(tmp_path: Path) -> None:
@@ -790,11 +790,11 @@ def test_a_server_that_is_killed_while_it_starts_is_lost(tmp_path: Path) -> None
     process = ServerProcess(str(python), VLLM(), ServerConfig({}, "float32", 64, 8, True), "", tmp_path)
     process.start()
     with pytest.raises(ServerLostError, match="--engine vllm was killed while it started"):
-        process.wait(lambda: False)
-    assert not process.running
+        process.wait_until_ready(lambda: False)
+    assert not process.is_running
 
 
-def test_what_a_server_is_started_with(tmp_path: Path) -> None:
+def test_what_a_server_is_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.write_text("")
@@ -802,7 +802,9 @@ def test_what_a_server_is_started_with(tmp_path: Path) -> None:
     process = ServerProcess(
         str(tmp_path), VLLM(), ServerConfig({}, "bfloat16", 512, 64, False), "--tensor-parallel-size 2", tmp_path
     )
-    arguments = process._arguments(tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: command)
+    process.start()
+    arguments: Any = process._process
     assert arguments[arguments.index("--host") + 1] == "127.0.0.1"
     assert arguments[-2:] == ["--tensor-parallel-size", "2"] and "--enforce-eager" not in arguments
     assert "processed_logprobs" in arguments and "ascent_worker.Worker" in arguments
@@ -811,8 +813,11 @@ def test_what_a_server_is_started_with(tmp_path: Path) -> None:
 
 
 def test_the_worker_inside_vllm_imports_nothing_of_ascent() -> None:
-    assert [path.name for path in INSIDE.glob("*.py")] == ["ascent_worker.py"]
-    assert "import ascent" not in (source := (INSIDE / "ascent_worker.py").read_text()) and "from ascent" not in source
+    assert [path.name for path in WORKER_EXTENSION_FOLDER.glob("*.py")] == ["ascent_worker.py"]
+    assert (
+        "import ascent" not in (source := (WORKER_EXTENSION_FOLDER / "ascent_worker.py").read_text())
+        and "from ascent" not in source
+    )
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -820,15 +825,15 @@ def test_a_served_sampler_draws_at_most_its_room_and_the_server_holds_prompts_to
     given = {"engine": engine, "engine.url": "http://127.0.0.1:1", "model": "m", "temperature": 0.5}
     config = configure("gsm8k", given | {"max_tokens": 100, "max_prompt": 40})
     sampler = LanguageBackend().remote_engine(config, model_of(**SMALL), torch.Generator())
-    assert (sampler.limit, sampler.temperature, sampler.most) == (100, 0.5, 0)
-    assert sampler.fleet._serving.length == 140
+    assert (sampler.limit, sampler.temperature, sampler.max_sampled_tokens) == (100, 0.5, 0)
+    assert sampler.server_pool._config.max_model_len == 140
 
 
 # ---- settings, and a whole run -----------------------------------------------------------------------
 
 
 def test_every_engine_can_be_set_and_has_a_stand_in() -> None:
-    names = [dialect.name for dialect in ENGINES]
+    names = [adapter.name for adapter in ENGINES]
     assert ["local", *names] == list(get_args(get_type_hints(CausalLM)["engine"]))
     assert names == list(STAND_INS)
 
@@ -870,11 +875,11 @@ def test_engines_that_cannot_be_are_refused(words: str) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"top_p": 0.9}, "which probability they kept"),
-        ({"top_k": 3}, "which probability they kept"),
-        ({"min_tokens": 2}, "which probability they kept"),
+        ({"top_p": 0.9}, "does not report the kept mass"),
+        ({"top_k": 3}, "does not report the kept mass"),
+        ({"min_tokens": 2}, "does not report the kept mass"),
         ({"temperature": 0.005}, "draws from another distribution below 0.01"),
-        ({"engine": "sglang", "top_p": 0.9}, "is not asked of it"),
+        ({"engine": "sglang", "top_p": 0.9}, "does not request the kept mass"),
         ({"engine": "sglang", "temperature": 1e-7}, "draws from another distribution below 1e-06"),
     ],
 )

@@ -33,14 +33,14 @@ class Recorded:
     def __init__(self, *exchanges: tuple[str, Any, Any]):
         self.left = list(exchanges)
 
-    async def ask(self, path: str, body: Any = None, seconds: float | None = None) -> Any:
+    async def call(self, path: str, body: Any = None, seconds: float | None = None) -> Any:
         expected, sent, answer = self.left.pop(0)
         assert (path, body) == (expected, sent)
         return answer
 
 
 def test_a_request_has_the_fields_of_generate_req_input_and_of_sampling_params() -> None:
-    body = SGLang().body(EngineRequest([5, 6], 7, 0.7, 2**62 - 1, (3, 9)), "run-4")
+    body = SGLang().request_body(EngineRequest([5, 6], 7, 0.7, 2**62 - 1, (3, 9)), "run-4")
     drawn = NOTHING_ELSE | {"temperature": 0.7, "max_new_tokens": 7, "sampling_seed": 2**62 - 1}
     assert body == {
         "input_ids": [5, 6],
@@ -48,9 +48,9 @@ def test_a_request_has_the_fields_of_generate_req_input_and_of_sampling_params()
         "return_logprob": True,
         "cache_salt": "run-4",
     }
-    probe = SGLang().body(EngineRequest([5, 6], 7, 0.7, 0, ()), "run-4")["sampling_params"]
+    probe = SGLang().request_body(EngineRequest([5, 6], 7, 0.7, 0, ()), "run-4")["sampling_params"]
     assert probe["ignore_eos"] and "stop_token_ids" not in probe
-    assert "sampling_seed" not in SGLang().body(EngineRequest([5], 7, 0.0, 0, (3,)), "x")["sampling_params"]
+    assert "sampling_seed" not in SGLang().request_body(EngineRequest([5], 7, 0.0, 0, (3,)), "x")["sampling_params"]
 
 
 def replied(tokens: list[int], reason: dict[str, Any], spans: list[tuple[str, int, int]] | None, **more: Any) -> Any:
@@ -64,7 +64,7 @@ def replied(tokens: list[int], reason: dict[str, Any], spans: list[tuple[str, in
 
 
 def test_answers_that_stop_that_are_cut_that_cross_a_load_and_that_are_aborted() -> None:
-    read = SGLang().read
+    read = SGLang().parse_response
     stopped = replied([8, 3], {"type": "stop", "matched": 3}, [("4", 0, 2)])
     assert read(stopped) == EngineResponse([8, 3], [-0.5, -1.5], [4, 4])
     crossed = replied([8, 8, 8], {"type": "length", "length": 3}, [("4", 0, 1), ("5", 1, 3)])
@@ -83,23 +83,23 @@ def test_weights_are_loaded_from_a_folder_while_what_is_being_written_is_retract
     loaded = {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
     went_on = ("/continue_generation", {}, {"message": "Generation continued successfully.", "status": "ok"})
     server = Recorded(paused, ("/update_weights_from_disk", sent, loaded), went_on)
-    asyncio.run(SGLang().load(server, weights, 4))
+    asyncio.run(SGLang().load_weights(server, weights, 4))
     assert not server.left
     failed = loaded | {"success": False, "message": "Failed to update weights: x"}
     with pytest.raises(RunError, match=r"has not loaded version 4: Failed to update weights: x"):
-        asyncio.run(SGLang().load(Recorded(paused, ("/update_weights_from_disk", sent, failed)), weights, 4))
+        asyncio.run(SGLang().load_weights(Recorded(paused, ("/update_weights_from_disk", sent, failed)), weights, 4))
 
 
 @pytest.mark.parametrize(
     ("about", "words"),
     [
         ({}, ""),
-        ({"version": "0.5.2"}, r"is SGLang 0\.5\.2, and Ascent speaks to SGLang 0\.5\.23"),
+        ({"version": "0.5.2"}, r"runs SGLang 0\.5\.2, but Ascent supports SGLang 0\.5\.23"),
         ({"version": "0.5.23.post1"}, ""),
         ({"enable_deterministic_inference": False}, "ignores seeds"),
         ({"incremental_streaming_output": False}, ""),
         ({"incremental_streaming_output": True}, "streams only new tokens: start SGLang without --incremental-stream"),
-        ({"max_req_input_len": 513}, "takes 519 tokens, and a prompt with its response may have 520 here"),
+        ({"max_req_input_len": 513}, "context length of 519 tokens, but a prompt with its response may have 520"),
         ({"architectures": ["Qwen2ForCausalLM"]}, "serves Qwen2ForCausalLM, and this run trains LlamaForCausalLM"),
     ],
 )
@@ -108,7 +108,7 @@ def test_a_server_that_cannot_serve_the_run_is_refused_before_its_first_weights(
 ) -> None:
     model = {"architectures": about.pop("architectures", ["LlamaForCausalLM"]), "weight_version": "default"}
     info = {"version": "0.5.23", "enable_deterministic_inference": True, "max_req_input_len": 514} | about
-    greeted = SGLang().greet(Recorded(("/server_info", None, info), ("/model_info", None, model)), SERVING)
+    greeted = SGLang().check_server(Recorded(("/server_info", None, info), ("/model_info", None, model)), SERVING)
     if not words:
         asyncio.run(greeted)
         return
@@ -117,27 +117,27 @@ def test_a_server_that_cannot_serve_the_run_is_refused_before_its_first_weights(
 
 
 def test_what_a_server_is_started_with() -> None:
-    arguments = SGLang().arguments(SERVING, Path("model"), 30000)
+    arguments = SGLang().server_arguments(SERVING, Path("model"), 30000)
     values = dict(pairwise(arguments))
     assert arguments[:2] == ["-m", "sglang.launch_server"] and "--enable-deterministic-inference" in arguments
     assert (values["--host"], values["--port"], values["--load-format"]) == ("127.0.0.1", "30000", "dummy")
     assert values["--context-length"] == "520", "its scheduler keeps some for itself"
-    assert SGLang().environment(SERVING)[1]["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
+    assert SGLang().server_environment(SERVING)[1]["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
 
 
 def test_events_of_a_stream_have_all_tokens_so_far_and_the_last_one_is_the_answer() -> None:
-    more, before = SGLang().more, EngineResponse([1], [-1.0], [])
+    parse_event, before = SGLang().parse_event, EngineResponse([1], [-1.0], [])
     so_far = replied([8, 9, 3], None, None)  # type: ignore[arg-type]
-    assert more(before, so_far) == EngineResponse([8, 9, 3], [-0.5, -1.5, -2.5], [])
+    assert parse_event(before, so_far) == EngineResponse([8, 9, 3], [-0.5, -1.5, -2.5], [])
     so_far["output_ids"] = [8, 9]
-    assert more(before, so_far) == EngineResponse([8, 9], [-0.5, -1.5], []), "a list may be longer than the other"
+    assert parse_event(before, so_far) == EngineResponse([8, 9], [-0.5, -1.5], []), "one list may be longer"
     so_far["meta_info"]["output_token_logprobs"] = None
-    assert more(before, so_far) == EngineResponse([], [], [])
+    assert parse_event(before, so_far) == EngineResponse([], [], [])
     stopped = replied([8, 3], {"type": "stop", "matched": 3}, [("4", 0, 2)])
-    assert more(before, stopped) == EngineResponse([8, 3], [-0.5, -1.5], [4, 4])
+    assert parse_event(before, stopped) == EngineResponse([8, 3], [-0.5, -1.5], [4, 4])
 
 
 def test_a_relay_is_started_with_what_its_engine_is_started_with() -> None:
     relayed, engine = RelayAdapter(SGLang()), SGLang()
-    assert relayed.arguments(SERVING, Path("model"), 7) == engine.arguments(SERVING, Path("model"), 7)
-    assert relayed.environment(SERVING) == engine.environment(SERVING)
+    assert relayed.server_arguments(SERVING, Path("model"), 7) == engine.server_arguments(SERVING, Path("model"), 7)
+    assert relayed.server_environment(SERVING) == engine.server_environment(SERVING)

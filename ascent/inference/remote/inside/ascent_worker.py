@@ -1,8 +1,7 @@
-"""What runs inside vLLM: two more of vLLM's own ways to transfer weights, from a file and by a broadcast.
+"""Two weight-transfer backends that run inside vLLM: from a file and by a broadcast.
 
-vLLM imports this module by name (`--worker-extension-cls ascent_worker.Worker`), in its own environment. So it imports
-nothing of Ascent. `--weight-transfer-config '{"backend": "file"}'` (or "collective") then finds a transfer that is
-registered below.
+vLLM imports this module by name (`--worker-extension-cls ascent_worker.Worker`) in its own environment, so it imports
+nothing of Ascent. `--weight-transfer-config '{"backend": "file"}'` (or "collective") selects one of them.
 """
 
 import zlib
@@ -23,12 +22,12 @@ LOOPBACK = "127.0.0.1"
 
 
 class Transfer(WeightTransferEngine):
-    """Loads a whole checkpoint in place, and remembers what it read and what it left alone."""
+    """Loads a whole checkpoint in place. Records the received tensors and the parameters that were not loaded."""
 
     received: dict[str, list[Any]]
-    """Of the latest update, by name: shape and checksum."""
+    """Tensors of the latest update by name: shape and checksum."""
     untouched: list[str]
-    """The model's parameters that it has not reached."""
+    """Parameters of the model that the latest update has not loaded."""
 
     def init_transfer_engine(self, init_info: Any) -> None:
         self.received, self.untouched = {}, []
@@ -38,14 +37,14 @@ class Transfer(WeightTransferEngine):
         self.received, self.untouched = {}, [name for name in names if not (self._tied and "lm_head" in name)]
         initialize_layerwise_reload(self.model)
 
-    def take(self, tensors: dict[str, torch.Tensor]) -> None:
+    def load_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
         self.received |= {name: [list(tensor.shape), checksum(tensor)] for name, tensor in tensors.items()}
         loaded = self.model.load_weights(iter(tensors.items())) or set()
         self.untouched = [name for name in self.untouched if name not in loaded]
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        if self._tied:  # loading anew makes two tensors of one
+        if self._tied:  # reloading unties the two tensors
             for head, embedding in self._heads():
                 head.weight = embedding.weight
                 head.quant_method.process_weights_after_loading(head)
@@ -59,33 +58,33 @@ class Transfer(WeightTransferEngine):
         return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
 
     def _heads(self) -> Iterator[tuple[Any, Any]]:
-        """The model's head and its embedding, where these are two modules."""
-        both = [module for module in self.model.modules() if isinstance(module, VocabParallelEmbedding)]
-        embedding = next(module for module in both if not isinstance(module, ParallelLMHead))
-        return ((head, embedding) for head in both if isinstance(head, ParallelLMHead))
+        """Yield the head and the embedding of the model, if these are two modules."""
+        modules = [module for module in self.model.modules() if isinstance(module, VocabParallelEmbedding)]
+        embedding = next(module for module in modules if not isinstance(module, ParallelLMHead))
+        return ((head, embedding) for head in modules if isinstance(head, ParallelLMHead))
 
 
 @dataclass
 class FileInit(WeightTransferInitInfo):
-    """There is nothing to agree upon."""
+    """The file transfer needs no initialization."""
 
 
 @dataclass
 class FileUpdate(WeightTransferUpdateInfo):
     path: str = ""
-    """A safetensors file with every parameter, by its name in the checkpoint."""
+    """A safetensors file with every parameter by its checkpoint name."""
 
 
 class FileTransfer(Transfer):
     init_info_cls, update_info_cls = FileInit, FileUpdate
 
     def receive_weights(self, update_info: FileUpdate) -> None:
-        self.take(load_file(update_info.path))
+        self.load_tensors(load_file(update_info.path))
 
 
 @dataclass
 class CollectiveInit(WeightTransferInitInfo):
-    """The trainer's store, on loopback. The trainer is rank 0, and the workers follow."""
+    """The TCP store of the trainer on loopback. The trainer is rank 0; the workers are the other ranks."""
 
     port: int = 0
     size: int = 0
@@ -95,7 +94,7 @@ class CollectiveInit(WeightTransferInitInfo):
 
 @dataclass
 class CollectiveUpdate(WeightTransferUpdateInfo):
-    """What is broadcast, in this order."""
+    """The tensors that are broadcast, in order."""
 
     names: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
@@ -108,18 +107,18 @@ class CollectiveTransfer(Transfer):
 
     def init_transfer_engine(self, init_info: CollectiveInit) -> None:
         super().init_transfer_engine(init_info)
-        parallel, wait = self.parallel_config, timedelta(seconds=init_info.seconds)
+        parallel, timeout = self.parallel_config, timedelta(seconds=init_info.seconds)
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        store = dist.TCPStore(LOOPBACK, init_info.port, init_info.size, False, wait)
+        store = dist.TCPStore(LOOPBACK, init_info.port, init_info.size, False, timeout)
         if init_info.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = wait
+            options._timeout = timeout
             self.group = dist.ProcessGroupNCCL(store, rank, init_info.size, options)
         else:
             gloo: Any = dist.ProcessGroupGloo
-            over = gloo._Options()
-            over._timeout, over._devices = wait, [gloo.create_device(hostname=LOOPBACK)]
-            self.group = gloo(store, rank, init_info.size, over)
+            gloo_options = gloo._Options()
+            gloo_options._timeout, gloo_options._devices = timeout, [gloo.create_device(hostname=LOOPBACK)]
+            self.group = gloo(store, rank, init_info.size, gloo_options)
 
     def receive_weights(self, update_info: CollectiveUpdate) -> None:
         options = dist.BroadcastOptions()
@@ -127,11 +126,11 @@ class CollectiveTransfer(Transfer):
         for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True):
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
             self.group.broadcast([tensor], options).wait()
-            self.take({name: tensor})
+            self.load_tensors({name: tensor})
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """CRC-32 of its bytes."""
+    """Return the CRC-32 of the bytes of a tensor."""
     return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
@@ -141,11 +140,11 @@ for name, transfer in (("file", FileTransfer), ("collective", CollectiveTransfer
 
 
 class Worker:
-    """Methods that every worker of vLLM gains, to be called over HTTP (`/collective_rpc`)."""
+    """Methods added to every vLLM worker and called over HTTP (`/collective_rpc`)."""
 
     weight_transfer_engine: Any
 
     def ascent_received(self) -> dict[str, Any]:
-        """The tensors of the last update, by name: shape and checksum; and the parameters that it left alone."""
+        """Return the tensors of the latest update (shape and checksum by name) and the parameters not loaded."""
         engine = self.weight_transfer_engine
         return {"tensors": engine.received, "untouched": engine.untouched}
