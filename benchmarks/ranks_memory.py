@@ -28,8 +28,8 @@ from torch import Tensor
 
 from ascent.distributed.rank_group import RankGroup
 from ascent.rollout.rank_leader import run_follower
-from ascent.workflows.planning.cost_model import OneCard
-from ascent.workflows.planning.gpus import CARDS
+from ascent.workflows.planning.cost_model import GpuCostModel
+from ascent.workflows.planning.gpus import GPUS
 from ascent.workflows.planning.model_shapes import shape_of
 from benchmarks.common import ROOT, close, show
 from benchmarks.peers.models import SMOKE, random_model, random_prompts
@@ -92,14 +92,14 @@ def work(rank: int, size: int, port: int, folder: Path) -> None:
         else:
             side()
             ranks.send_command("", "end")
-        one = OneCard(shape_of(side.parts.policy.model), CARDS["h200"])
+        one = GpuCostModel(shape_of(side.parts.policy.model), GPUS["h200"])
         shards = size if placement == "shard" else 1
-        state = one.state(one.shape.every, True, 0, shards)
+        state = one.state_bytes(one.shape.num_parameters, True, 0, shards)
         held, layout = held_bytes() - before, laid_out(side.parts.engine)
         own = {"held": held - layout, "layout": layout, "planned": sum(state.values()) - state["head"]}
         every = ranks.gather(own)
         if rank == 0:
-            found[placement] = {"ranks": every, "parameters": one.shape.every, "placed": learner.placement}
+            found[placement] = {"ranks": every, "parameters": one.shape.num_parameters, "placed": learner.placement}
         side.parts.task.close(), side.parts.engine.close()
         del side, learner
     if rank == 0:
