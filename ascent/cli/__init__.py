@@ -1,1 +1,1 @@
-"""What a person types after `ascent`: flags into settings, settings into work, and what is printed of it."""
+"""The command line: one file per command."""

@@ -1,4 +1,4 @@
-"""`ascent engine`: a relay beside a serving engine, for a trainer on another machine."""
+"""`ascent engine`: relay requests of a trainer on another machine to a serving engine."""
 
 import importlib.util
 import signal
@@ -15,20 +15,20 @@ from ascent.inference.remote.server_client import ServerClient
 
 @dataclass
 class EngineCommand(Command):
-    """Relay a serving engine of this machine to a trainer on another one, which needs the key.
+    """Make a serving engine on this machine available to a trainer on another one, with a key.
 
-    The engine itself listens on loopback only. The trainer is given --engine.url https://HOST:PORT and
-    --engine.key-file; docs/serving.md has every step.
+    The engine itself listens on loopback only. Set --engine.url https://HOST:PORT and
+    --engine.key-file for the trainer. docs/serving.md describes each step.
     """
 
     engine: Literal["vllm", "sglang"]
     """The engine that runs here: vllm or sglang."""
     url: str = "http://127.0.0.1:8000"
-    """Where it listens."""
+    """Address at which the engine listens."""
     key_file: str = ""
     """File with the key, for its owner alone: (umask 077; openssl rand -hex 32 > FILE)."""
     key_env: str = "ASCENT_ENGINE_KEY"
-    """Environment variable with the key, where there is no file."""
+    """Environment variable with the key, if there is no file."""
     host: str = "127.0.0.1"
     """Address to listen on; one that other machines reach needs a certificate."""
     port: int = 8443
@@ -38,11 +38,11 @@ class EngineCommand(Command):
     tls_key: str = ""
     """File with the certificate's private key (PEM)."""
     rows: int = 1024
-    """Requests that the engine is given at once."""
+    """Maximum number of concurrent requests to the engine."""
     limit: int = 64
-    """The most GiB of weights that are taken."""
+    """Maximum size of the weights that the trainer sends, in GiB."""
     deadline: float = 600.0
-    """Seconds that the engine may take for one response or one load, and the trainer to send weights."""
+    """Seconds that the engine may take for a response or for loading weights, and the trainer for sending them."""
 
     def execute(self) -> int:
         missing = [name for name in ("starlette", "uvicorn", "httpx") if importlib.util.find_spec(name) is None]
@@ -55,15 +55,15 @@ class EngineCommand(Command):
         check_address(self.url, relayed=False, flag="--url")
         if bool(self.tls_cert) != bool(self.tls_key) or not (is_local(self.host) or self.tls_cert):
             raise ConfigError(
-                f"--host {self.host}: key and weights would cross the network in the open. Set --tls-cert and "
+                f"--host {self.host}: the key and the weights would be sent unencrypted. Set --tls-cert and "
                 "--tls-key, or listen on 127.0.0.1 behind a tunnel (ssh -L) or a proxy that has a certificate"
             )
         key = read_key(self.key_env, self.key_file)
         client = ServerClient(self.url, get_adapter(self.engine), self.rows, self.deadline)
         relay = Relay(client, key, self.limit * 2**30)
         server, listening = relay_server(relay, self.host, self.port, self.tls_cert, self.tls_key)
-        where = f"{'https' if self.tls_cert else 'http'}://{self.host}:{listening.getsockname()[1]}"
-        print(f"{self.engine} at {self.url} is relayed at {where}. Ctrl-C ends it.", flush=True)
+        address = f"{'https' if self.tls_cert else 'http'}://{self.host}:{listening.getsockname()[1]}"
+        print(f"{self.engine} at {self.url} is available at {address}. Stop with Ctrl-C.", flush=True)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             server.run(sockets=[listening])

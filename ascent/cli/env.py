@@ -1,4 +1,4 @@
-"""`ascent env`: versions and hardware, for a report of a bug."""
+"""`ascent env`: versions and hardware, for bug reports."""
 
 import json
 import os
@@ -17,33 +17,32 @@ PACKAGES = (
     *("torch", "numpy", "transformers", "peft", "datasets", "math-verify", "reasoning-gym", "safetensors", "pyarrow"),
     *("cloudpickle", "starlette", "ipykernel", "trl", "vllm", "sglang"),
 )
-"""The packages whose versions matter in a report."""
-VARIABLES = ("CUDA_", "HF_", "OMP_", "PYTORCH_", "TORCH")
-"""How the names of environment variables begin that may matter."""
+"""Packages whose versions a bug report needs."""
+VARIABLE_PREFIXES = ("CUDA_", "HF_", "OMP_", "PYTORCH_", "TORCH")
+"""Prefixes of the environment variables whose names a bug report lists."""
 
 
 @dataclass
 class EnvCommand(Command):
-    """Versions and hardware, to copy into a report of a bug.
+    """Print versions and hardware, for bug reports.
 
-    It names no user, no path of a file of yours, and no value of an environment
-    variable.
+    The output has no user name, no paths, and no values of environment variables.
     """
 
     json: bool = False
     """As JSON, for scripts."""
 
     def execute(self) -> None:
-        found = environment()
+        report = environment()
         if self.json:
-            print(json.dumps(found, indent=2))
+            print(json.dumps(report, indent=2))
             return
-        for name, value in found.items():
+        for name, value in report.items():
             print(f"{name:<16}{value if not isinstance(value, list) else '; '.join(value) or 'none'}")
 
 
 def environment() -> dict[str, Any]:
-    """What a report needs of this machine."""
+    """Return versions of packages, hardware, and names of environment variables."""
     return {
         "ascent": ascent.__version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
@@ -54,7 +53,7 @@ def environment() -> dict[str, Any]:
         "gpus": _gpus(),
         "cuda": torch.version.cuda or "none",
         **{name: _version(name) for name in PACKAGES},
-        "variables": sorted(name for name in os.environ if name.startswith(VARIABLES)),
+        "variables": sorted(name for name in os.environ if name.startswith(VARIABLE_PREFIXES)),
     }
 
 

@@ -76,7 +76,8 @@ class Command:
 
     @classmethod
     def _print_help(cls, positionals: list[Setting], flags: list[Setting], show_all: bool) -> None:
-        hidden = frozenset() if show_all else cls.only_in_help_all
+        hidden: frozenset[str] = frozenset() if show_all else cls.only_in_help_all
+        flags = sorted(flags, key=lambda setting: setting.name not in inspect.get_annotations(cls))
         extra_names = settings_of(cls.extra_settings, cls.extra_prefix) if cls.extra_settings else {}
         extra = {setting.name for setting in extra_names.values()}
         groups: list[Group] = [

@@ -1,4 +1,4 @@
-"""`ascent demo`, `ascent list`, `ascent explain` and `ascent lab`: to learn what the library does."""
+"""`ascent demo`, `ascent list`, `ascent explain` and `ascent lab`."""
 
 import importlib.util
 import time
@@ -20,9 +20,9 @@ from ascent.workflows.loaded_policy import problems, run_policy
 
 @dataclass
 class ExplainCommand(Command):
-    """Explain an algorithm or a choice: words, formula, bias, and what TRL and verl do.
+    """Explain an algorithm or a choice: formula, bias, and what TRL and verl do.
 
-    `ascent list` has all names. Try: ascent explain grpo
+    `ascent list` shows all names. Example: ascent explain grpo
     """
 
     name: str
@@ -33,9 +33,9 @@ class ExplainCommand(Command):
 
 
 class ListCommand(Command):
-    """The tasks, the algorithms and the menu.
+    """List the tasks, the algorithms, and the choices of each axis.
 
-    `ascent explain NAME` explains each of them.
+    `ascent explain NAME` explains an algorithm or a choice.
     """
 
     def execute(self) -> None:
@@ -44,20 +44,20 @@ class ListCommand(Command):
 
 @dataclass
 class LabCommand(Command):
-    """Lessons, live figures and your runs in the browser.
+    """Open lessons, live figures and your runs in the browser.
 
-    The library computes everything on this machine. The page is served to this
-    machine only, and only to a browser that has opened the printed address. That
-    works once; then another address is printed. A training started there continues
-    after the lab is closed.
+    Everything is computed on this machine. The page is served to this machine
+    only, and only to the browser that opened the printed address. An address works
+    once; then a new one is printed. Trainings that you start in the lab continue
+    after it is closed.
     """
 
     port: int = 8321
-    """The port to listen on; 0 takes any free one."""
+    """Port to listen on; 0: a free one."""
     host: Annotated[str, "ADDRESS"] = "127.0.0.1"
-    """The address to listen on. With another one, other machines can reach the lab, and traffic is not encrypted."""
+    """Address to listen on. With another one, other machines can reach the lab, unencrypted."""
     runs: Path = Path("runs")
-    """The folder of runs: the lab shows them, and writes its trainings there."""
+    """Folder of runs: the lab shows its runs and writes new ones there."""
     open: bool = True
     """Open a browser."""
 
@@ -69,15 +69,15 @@ class LabCommand(Command):
                 f"the lab needs {' and '.join(missing)}, which is not installed: pip install 'ascent-rl[lab]'"
             )
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port {self.port}: ports go from 0 to 65535; 0 takes a free one")
+            raise ConfigError(f"--port {self.port}: set 0 to 65535; 0 takes a free one")
         from ascent.lab.server import serve_lab
 
         return serve_lab(self.runs, self.host, self.port, self.open)
 
 
-# ---- the demo: the lecture's policy stuck and solved, and a reward being hacked, in under a minute ---------------
+# ---- the demo -------------------------------------------------------------------------------------------------
 
-RUNS: tuple[tuple[str, str, str, dict[str, object]], ...] = (
+DEMO_RUNS: tuple[tuple[str, str, str, dict[str, object]], ...] = (
     ("course", "The course's settings", "lecture", {"preset": "course", "advantage": "normalized"}),
     ("ours", "Ours: ratio clipped, entropy bonus annealed", "lecture", {}),
     (
@@ -87,47 +87,46 @@ RUNS: tuple[tuple[str, str, str, dict[str, object]], ...] = (
         {"length": 5, "numbers": 3, "reward": "inclusion-ordering", "steps": 60, "eval_every": 5, "record_every": 20},
     ),
 )
-NEXT = """
+NEXT_STEPS = """
 What to try next:
   ascent show {ours} --step 0
-      what was sampled, and the credit it got
+      the responses with their rewards and advantages
   ascent explain grpo
       what GRPO computes, and where it is biased
   ascent compare lecture --algorithms reinforce,rloo,grpo,dr-grpo
-      over seeds, with intervals
+      a comparison over seeds, with intervals
   ascent train sort
-      sort five numbers out of ten, in a minute"""
+      train a policy to sort five numbers in a minute"""
 
 
 class DemoCommand(Command):
-    """The lecture's policy, stuck and solved, and a reward being hacked.
+    """Train three small policies in a minute: one gets stuck, one learns, one hacks its reward.
 
-    Trains the lecture's policy with the course's settings and with ours, then
-    shows a reward being hacked: three runs and a picture in runs/, in under a
-    minute.
+    Trains the lecture's policy with the course's settings and with better ones,
+    then shows a reward being hacked: three runs and a picture in runs/.
     """
 
     def execute(self) -> int | None:
-        began = time.monotonic()
+        started = time.monotonic()
         out = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-demo"
         runs: dict[str, Run] = {}
-        for name, title, task, settings in RUNS:
+        for name, title, task, settings in DEMO_RUNS:
             flags = "".join(f" --{key.replace('_', '-')} {value}" for key, value in settings.items())
             print(f"\n{title}:\n{wrapped(f'  ascent train {task}{flags}', 4)}", flush=True)
             runs[name] = start(configure(task, settings), out / name, for_stream())
             if runs[name].status != "finished":
-                print(f"Interrupted. What has run is in {out}")
+                print(f"Interrupted. The runs so far are in {out}")
                 return 130
         print("", *(wrapped(line, 3) for line in _story(*runs.values())), sep="\n")
         print(f"\nCurves: {draw_demo(runs, out / 'demo.png')}")
         print("Runs:   " + "\n        ".join(str(run.folder) for run in runs.values()))
-        print(NEXT.format(ours=runs["ours"].folder))
-        print(f"\nThe demo took {time.monotonic() - began:.0f} s.")
+        print(NEXT_STEPS.format(ours=runs["ours"].folder))
+        print(f"\nThe demo took {time.monotonic() - started:.0f} s.")
         return None
 
 
 def _story(course: Run, ours: Run, loophole: Run) -> list[str]:
-    """What the three runs show, in paragraphs."""
+    """Return paragraphs on what the three runs show."""
     stuck, solved, hacked = (run.result or {} for run in (course, ours, loophole))
     return [
         f"1. With the course's settings E[R] ends at {stuck['exact/reward']:.2f} of 5, and it stays there.",
@@ -149,7 +148,7 @@ def _story(course: Run, ours: Run, loophole: Run) -> list[str]:
 
 
 def _answers(run: Run) -> list[str]:
-    """The greedy answers of the trained policy to three held-out prompts, with their rewards."""
+    """Return the greedy responses of the trained policy to three held-out prompts, with their rewards."""
     return [
         f"    {row['prompt']} → [{row['response']}]  reward {row['reward']:g} of {run.config.task.max_reward:g}  "
         + ("sorted" if row["strict"] else "wrong")
@@ -158,9 +157,9 @@ def _answers(run: Run) -> list[str]:
 
 
 def draw_demo(runs: dict[str, Run], path: Path) -> Path:
-    """For each run the share of the reward that it earned and the share that it got right, on one axis."""
+    """Plot reward and accuracy of each run as shares of their maxima."""
     fig, axes = figure(1, len(runs), (13.0, 3.6))
-    for axis, (name, title, _, _) in zip(axes.flat, RUNS, strict=True):
+    for axis, (name, title, _, _) in zip(axes.flat, DEMO_RUNS, strict=True):
         maximum = runs[name].config.task.max_reward or 1.0
         for i, (key, label, largest) in enumerate((("reward", "reward", maximum), ("accuracy", "exactly right", 1.0))):
             steps, values = series(runs[name].metrics, key)

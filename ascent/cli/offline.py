@@ -1,4 +1,4 @@
-"""Offline data: the commands that make files of them, and those that train on them."""
+"""Offline data: `ascent pairs`, `label` and `label-steps` write it; `sft`, `dpo`, … train on it."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +10,7 @@ from ascent.cli.flags import Command
 from ascent.cli.run_flags import is_task, parse_train
 from ascent.cli.train import run_training
 from ascent.rewards.judge.judge_settings import Judge, read_judge
+from ascent.settings import settings_of
 from ascent.tasks.text.table_tasks import SEPARATOR
 from ascent.workflows.labels import label_pairs, label_steps, make_pairs
 
@@ -27,17 +28,17 @@ class PairsCommand(Command):
     """
 
     run: Path
-    """The run whose policy answers."""
+    """The run whose policy samples the responses."""
     file: Path
-    """The JSONL file to make."""
+    """The JSONL file to write."""
     count: int = 1000
-    """How many pairs."""
+    """Number of pairs."""
     reward: Annotated[tuple[str, ...], "REWARD …"] = ()
-    """A reward that labels instead of the run's own, for a policy that was trained on a learned reward."""
+    """Reward that labels the pairs, instead of the run's. For policies trained on a learned reward."""
     step: Annotated[int | None, "N"] = None
     """The checkpoint of this step. Default: the newest."""
     seed: int = 0
-    """Decides prompts and responses."""
+    """Seed of prompts and responses."""
 
     def execute(self) -> None:
         file = make_pairs(self.run, self.file, self.count, self.seed, reward=self.reward or None, step=self.step)
@@ -61,6 +62,7 @@ class LabelCommand(Command):
     """
 
     extra_settings = Judge
+    only_in_help_all = frozenset(settings_of(Judge)) - {"url", "model", "criteria", "concurrency"}
     source: Annotated[Path, "CANDIDATES|RUN"]
     """A JSONL file, or the folder of a run."""
     out: Annotated[Path, "FILE"]
@@ -72,11 +74,11 @@ class LabelCommand(Command):
     samples: int = 2
     """For a run: responses per prompt; every two of them are compared."""
     seed: int = 0
-    """For a run: decides what is sampled."""
+    """For a run: seed of the samples."""
     ties: Literal["keep", "drop"] = "keep"
     """Pairs without a winner. keep: write them to FILE.ties.jsonl. drop: discard them. They are counted either way."""
     max_failed: float = 0.1
-    """If the judge fails on a larger share of pairs, nothing is written. They are kept in FILE.failed.jsonl."""
+    """Share of pairs that the judge may fail on; if more fail, only FILE.failed.jsonl is written."""
 
     def execute(self) -> None:
         judge = replace(Judge() if self.judge is None else read_judge(self.judge), **self.extra_values)
@@ -109,7 +111,7 @@ class LabelStepsCommand(Command):
     rollouts: int = 8
     """Continuations of each prefix."""
     seed: int = 0
-    """Decides what is sampled."""
+    """Seed of the samples."""
     separator: str = SEPARATOR
     """The text between two steps. Default: a newline."""
 
@@ -125,14 +127,14 @@ class LabelStepsCommand(Command):
 
 @dataclass
 class OfflineCommand(Command):
-    """A training on FILE, or on the offline data that a task has."""
+    """Train on FILE, or on the offline data of a task."""
 
     accepts_other_flags = True
     under_torchrun = True
     task_of_file: ClassVar[str]
     """The task that reads FILE."""
     source: Annotated[str, "FILE|TASK"]
-    """A JSONL file, or a task that has such data itself. It comes first."""
+    """A JSONL file, or a task with such data. It comes first."""
 
     def execute(self) -> int | None:
         row = self.prog().removeprefix("ascent ")
@@ -143,7 +145,7 @@ class OfflineCommand(Command):
         return run_training(*parse_train([*words, *self.other_args], self.prog()), self.after)
 
     def after(self, run: Run) -> None:
-        """What follows a finished training."""
+        """Do something with the finished run."""
 
 
 class SftCommand(OfflineCommand):
@@ -197,7 +199,7 @@ class RewardModelCommand(OfflineCommand):
 
 
 class ProcessRewardCommand(OfflineCommand):
-    """Train a process reward on labelled steps; it gives a reward per step.
+    """Train a process reward model on labelled steps; it scores each step of a response.
 
       ascent process-reward FILE --model NAME_OR_FOLDER
       ascent process-reward sort --labels FILE

@@ -1,4 +1,4 @@
-"""`ascent plan`: what a run would need on given GPUs."""
+"""`ascent plan`: predict what a run would need on other GPUs."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -17,29 +17,29 @@ MAX_GPUS = 100_000
 
 @dataclass
 class PlanCommand(Command):
-    """Predict memory, speed and the best placement of a run on given GPUs.
+    """Predict memory, seconds per step and the best parallel layout on GPUs that you do not have yet.
 
-    All flags of `ascent train` apply: --prompts, --samples, --max-tokens, …
-    Of the model only its config.json is read: --model is its folder, or that
-    file alone. docs/scale.md says what is measured and what is assumed.
+    The flags of `ascent train` apply: --prompts, --samples, --max-tokens, … Only the
+    config.json of the model is read: --model is its folder, or that file.
+    docs/scale.md says which numbers are measured and which are assumed.
     """
 
     positionals = "TASK"
     accepts_other_flags = True
     gpus: int = 1
-    """GPUs of a node."""
+    """GPUs per node."""
     gpu: str = "h200"
     """Kind of GPU: h200 (measured), h100, b200, a100, mi300x, l40s, rtx4090 (assumed, from published figures)."""
     nodes: int = 1
-    """Nodes."""
+    """Number of nodes."""
     network: Annotated[str, "RATE"] = "40GB/s"
-    """What a node sends to others: 40GB/s, or 400Gb/s."""
+    """Bandwidth between nodes: 40GB/s or 400Gb/s."""
     prompt_tokens: int = 128
-    """Tokens of a prompt."""
+    """Tokens per prompt."""
     answer_tokens: int | None = None
-    """Tokens of a response on average. Default: half of --max-tokens."""
+    """Mean number of tokens per response. Default: half of --max-tokens."""
     answer_spread: float = 0.5
-    """How much their lengths differ: σ of their logarithm; 0: all are equal, 1: reasoning with a long tail."""
+    """Spread of the lengths: standard deviation of their logarithm. 0: all equal; 1: a long tail, as in reasoning."""
     json: bool = False
     """Print one JSON object."""
     config: Config = field(init=False)
@@ -61,11 +61,11 @@ class PlanCommand(Command):
         config = self.config
         if not backend_of(config).words or config.data != "samples":
             raise ConfigError(
-                f"ascent plan {name_of(config.task)}: plans are for language models that sample, as in ascent plan "
+                f"ascent plan {name_of(config.task)}: a plan needs a language model that samples, as in ascent plan "
                 "gsm8k --model FOLDER"
             )
         if config.policy.dtype == "float32":
-            raise ConfigError("--policy.dtype float32: plans are for bfloat16 on a GPU. Leave it out")
+            raise ConfigError("--policy.dtype float32: plans assume bfloat16 on a GPU. Leave it out")
         dtype = "mixed" if config.policy.dtype == "mixed" else "bfloat16"
         config = replace(config, policy=replace(config.policy, dtype=dtype))
         check_counts(1, gpus=self.gpus, nodes=self.nodes, prompt_tokens=self.prompt_tokens)
@@ -74,9 +74,9 @@ class PlanCommand(Command):
         limit = config.task.room
         mean = max(1, limit // 2) if self.answer_tokens is None else self.answer_tokens
         if not 1 <= mean <= limit:
-            raise ConfigError(f"--answer-tokens {mean}: from 1 to the limit of a response, {limit} (--max-tokens)")
+            raise ConfigError(f"--answer-tokens {mean}: set 1 to {limit}, the limit of a response (--max-tokens)")
         if not 0 <= self.answer_spread <= 3:
-            raise ConfigError(f"--answer-spread {self.answer_spread:g}: from 0 (all equal) to 3")
+            raise ConfigError(f"--answer-spread {self.answer_spread:g}: set 0 (all equal) to 3")
         cluster = Cluster(gpu_named(self.gpu), self.gpus, self.nodes, bytes_per_second(self.network))
         answers = ResponseLengths(min(self.prompt_tokens, config.task.max_prompt), mean, self.answer_spread, limit)
         plan = forecast(config, read_shape(config.policy.model), cluster, answers)

@@ -1,4 +1,4 @@
-"""`ascent play`: a person takes the policy's part in a conversation, or the environment's, in the terminal."""
+"""`ascent play`: play the policy or the environment of a conversation in the terminal."""
 
 import math
 import random
@@ -15,13 +15,13 @@ import torch
 
 from ascent.build.backends import backend_of
 from ascent.build.trained_run import Run
-from ascent.cli.runs import LENGTHS, PolicyCommand
+from ascent.cli.runs import LENGTH_FLAGS, PolicyCommand
 from ascent.core.errors import ConfigError, RunError
 from ascent.core.types import Prompts
 from ascent.environments.episode_pool import EpisodePool, InProcessEpisodePool
 from ascent.environments.episode_process import Source
 from ascent.environments.tool_chat import tool_instruction
-from ascent.environments.tools import Tools, load_tool, parse_tool_counts, schemas_of
+from ascent.environments.tools import Tools, load_tool, schemas_of
 from ascent.processes.supervisor import Limits
 from ascent.rewards.grading import Grading
 from ascent.rollout.conversations import GLANCE, EnvironmentPool, make_environment_source, problem_seed
@@ -32,14 +32,14 @@ from ascent.tasks.environment import Environment, Step
 from ascent.tasks.text.text_task import Problem
 from ascent.workflows.loaded_policy import LoadedPolicy, conversations, unscored
 
-CHOSEN_FROM = 64
-"""Held-out problems that one is chosen from."""
+NUM_PROBLEMS = 64
+"""Held-out problems, one of which is chosen at random."""
 YOU = "you"
 
 
 @dataclass(kw_only=True)
 class PlayCommand(PolicyCommand):
-    """Play in a conversation yourself, in the policy's part or in the environment's.
+    """Play the policy or the environment of a conversation yourself.
 
       ascent play guess
       ascent play textarena:Nim
@@ -48,57 +48,57 @@ class PlayCommand(PolicyCommand):
       ascent play RUN --as environment
       ascent play gsm8k --model FOLDER --as environment
 
-    A line is a turn, and you see what it earns. The problem is a held-out one of
-    the task. In the environment's part a line is what the policy reads next;
-    /reward X pays for its turn, and /end ends the episode. Ctrl-D leaves it.
+    The problem is a held-out one of the task. As the policy, each line that you
+    type is a turn, and you see its reward. As the environment, each line is the
+    observation that the policy reads next; /reward X sets the reward of its turn,
+    and /end ends the episode. Ctrl-D leaves it.
     """
 
     source: Annotated[str, "RUN|TASK"]
     """A run's folder, or a task with its own settings as flags. It comes first."""
     as_: Literal["policy", "environment"] = "policy"
-    """Whose part you take. The environment's needs a policy: a run, or --model."""
+    """What you play. The environment needs a policy: a run, or --model."""
     seed: Annotated[int | None, "N"] = None  # type: ignore[assignment]
-    """Decides the problem and all luck. Default: another one each time."""
+    """Seed of the problem and of the episode. Default: a new one each time."""
 
     def execute(self) -> None:
         seed = secrets.randbelow(2**31) if self.seed is None else self.seed
         terminal, of_run = Terminal(colour_wanted()), self.model is None and Path(self.source).is_dir()
         if self.json:
-            raise ConfigError("--json: a game is for people. For scripts, `ascent sample --json` has conversations")
+            raise ConfigError("--json: `ascent play` is interactive. `ascent sample --json` prints conversations")
         if self.as_ == "policy":
             if self.model is not None:
-                raise ConfigError(
-                    f"--model {self.model}: you take the policy's part. Leave it out, or --as environment"
-                )
+                raise ConfigError(f"--model {self.model}: you play the policy. Leave it out, or set --as environment")
             if of_run and (self.other_args or self.task):
-                raise ConfigError(
-                    f"{' '.join(self.other_args) or '--task'}: a run has its task and its settings. Name a task first"
-                )
+                raise ConfigError(f"{' '.join(self.other_args) or '--task'}: a run already has a task and settings")
             config = Run(self.source).config if of_run else self._config(self.source, self.other_args)
             config.task.verify()
-            game = (text_game if backend_of(config).words else small_game)(config.task, seed)
-            return play_policy(game, seed, terminal)
+            make_episode = text_episode if backend_of(config).words else small_episode
+            return play_policy(make_episode(config.task, seed), seed, terminal)
         if not of_run and self.model is None:
             policy = "--model FOLDER" if find_task(self.source)[0].kind == "text" else "its folder in place of the task"
             raise ConfigError(f"--as environment with {self.source}: name the policy to play with, {policy}")
         run, task = (self.source, self.task) if of_run else (None, self.source)
-        play_environment(self.load(run, task, self.other_args, ("temperature", *LENGTHS, "device")), seed, terminal)
+        play_environment(
+            self.load(run, task, self.other_args, ("temperature", *LENGTH_FLAGS, "device")), seed, terminal
+        )
 
 
-class PlayerLeftError(KeyboardInterrupt):
-    """The input is over. No environment and no sampler catches it."""
+class EndOfInputError(KeyboardInterrupt):
+    """The input has ended. A KeyboardInterrupt, so that no environment or engine catches it."""
 
 
 class Terminal:
-    """Where a person reads and types. What comes from a pipe is shown too, so that the game can be read."""
+    """The terminal at which a person plays. Lines from a pipe are echoed."""
 
     def __init__(self, colour: bool):
-        self.colour, self.turns, self.typed_here = colour, 0, sys.stdin is not None and sys.stdin.isatty()
-        if self.typed_here:
+        self.colour, self.policy_turns = colour, 0
+        self.is_interactive = sys.stdin is not None and sys.stdin.isatty()
+        if self.is_interactive:
             import readline  # noqa: F401 (lines can be edited)
 
-    def say(self, who: str, text: str) -> None:
-        self.turns += who == POLICY
+    def show_turn(self, who: str, text: str) -> None:
+        self.policy_turns += who == POLICY
         print("\n".join(speech_lines(who, text, self.colour)), flush=True)
 
     def note(self, text: str) -> None:
@@ -107,104 +107,106 @@ class Terminal:
     def ask(self, who: str) -> str:
         try:
             line = input(f"  {who:<11}  ")
-        except (EOFError, RuntimeError):  # RuntimeError: there is no input at all
+        except (EOFError, RuntimeError):  # RuntimeError: stdin is closed
             print(flush=True)
-            raise PlayerLeftError from None
+            raise EndOfInputError from None
         except KeyboardInterrupt:
             print(flush=True)
             raise
         except UnicodeDecodeError as error:
-            raise ConfigError(f"what was typed is not text: {error}") from None
-        if not self.typed_here:
+            raise ConfigError(f"the input is not text: {error}") from None
+        if not self.is_interactive:
             print(printable(line), flush=True)
         return line
 
 
-# ---- the policy's part ------------------------------------------------------------------------------------------
+# ---- playing the policy -----------------------------------------------------------------------------------------
 
 
-class SmallGame(NamedTuple):
-    """What a person plays: a problem, who answers, and how turns and answers are written."""
+class PlayedEpisode(NamedTuple):
+    """An episode that a person plays: the problem, the environment, and the format of actions and observations."""
 
     problem: Problem
     chat: str
-    """What stands before the first turn."""
+    """The prompt."""
     pool: EnvironmentPool | None
-    """None: a response is one turn."""
-    read: Callable[[str], str]
-    """A line as the environment reads it; refused where it is no turn."""
-    show: Callable[[Any], str]
-    """An observation in words."""
-    answers: str = ENVIRONMENT
+    """The environment; None if a response has one turn."""
+    parse_action: Callable[[str], str]
+    """Convert a typed line to an action; raises ConfigError."""
+    show_observation: Callable[[Any], str]
+    """Convert an observation to text."""
+    answered_by: str = ENVIRONMENT
     max_turns: int = 0
     grade: Callable[[str], tuple[float, str]] | None = None
-    """What the task gives for the last turn, and why."""
+    """Return the reward of the last turn, and the reason."""
 
 
-def play_policy(game: SmallGame, seed: int, terminal: Terminal) -> None:
+def play_policy(episode: PlayedEpisode, seed: int, terminal: Terminal) -> None:
     rewards: list[float] = []
     with ExitStack() as stack:
-        if game.pool is not None:
-            stack.enter_context(closing(game.pool))
+        if episode.pool is not None:
+            stack.enter_context(closing(episode.pool))
         try:
-            last = take_turns(game, seed, terminal, rewards)
-        except PlayerLeftError:
-            return terminal.note(f"The input is over: the episode was left after {_earned(rewards)}.")
+            last = take_turns(episode, seed, terminal, rewards)
+        except EndOfInputError:
+            return terminal.note(f"The input has ended. The episode was left after {_summary(rewards)}.")
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"the episode was left after {_earned(rewards)}") from None
-    own, why = game.grade(last) if game.grade is not None else (0.0, "")
-    terminal.note(f"Total reward {sum(rewards) + own:.4g}: {_earned(rewards)}{f', {why}' if why else ''}.")
+            raise KeyboardInterrupt(f"the episode was left after {_summary(rewards)}") from None
+    final, reason = episode.grade(last) if episode.grade is not None else (0.0, "")
+    terminal.note(f"Total reward {sum(rewards) + final:.4g}: {_summary(rewards)}{f', {reason}' if reason else ''}.")
 
 
-def _earned(rewards: list[float]) -> str:
+def _summary(rewards: list[float]) -> str:
     turns = f"{len(rewards)} {'turn' if len(rewards) == 1 else 'turns'}"
     return f"{turns} ({', '.join(f'{reward:.3g}' for reward in rewards)})" if rewards else turns
 
 
-def take_turns(game: SmallGame, seed: int, terminal: Terminal, rewards: list[float]) -> str:
-    """Play until the episode is over, and add what every turn earned to `rewards`. Returns the last turn."""
-    pool = game.pool
-    terminal.say("prompt", game.chat)
+def take_turns(episode: PlayedEpisode, seed: int, terminal: Terminal, rewards: list[float]) -> str:
+    """Play until the episode ends, append the reward of each turn to `rewards`, and return the last action."""
+    pool = episode.pool
+    terminal.show_turn("prompt", episode.chat)
     if pool is not None:
-        pool.begin(0, game.problem, problem_seed(game.problem), seed)
-        if opening := game.show(_answer(pool, 0).observation):
-            terminal.say(game.answers, opening)
+        pool.begin(0, episode.problem, problem_seed(episode.problem), seed)
+        if opening := episode.show_observation(_next_step(pool, 0).observation):
+            terminal.show_turn(episode.answered_by, opening)
     while True:
         line = terminal.ask(YOU)
         try:
-            action = game.read(line)
-        except ConfigError as wrong:
-            terminal.note(f"{wrong}. Nothing was sent")
+            action = episode.parse_action(line)
+        except ConfigError as error:
+            terminal.note(f"{error}. Nothing was sent")
             continue
         if pool is None:
             return action
         pool.step(0, action)
-        step = _answer(pool, len(rewards) + 1)
+        step = _next_step(pool, len(rewards) + 1)
         rewards.append(step.reward)
-        if observation := game.show(step.observation):
-            terminal.say(game.answers, observation)
-        counts = parse_tool_counts(step.reason)
+        if observation := episode.show_observation(step.observation):
+            terminal.show_turn(episode.answered_by, observation)
+        counts = read_counts(step.reason)
         about = f", {calls_words(counts)}" if counts else f", {step.reason}" if step.reason else ""
         terminal.note(f"· turn {len(rewards)}: reward {step.reward:.3g}{about}")
-        if step.done or len(rewards) == game.max_turns:
-            limit = "" if step.done else f": the limit of {game.max_turns} turns"
+        if step.done or len(rewards) == episode.max_turns:
+            limit = "" if step.done else f": the limit of {episode.max_turns} turns"
             terminal.note(f"The episode is over{limit}.")
             return action
 
 
-def _answer(pool: EnvironmentPool, turn: int) -> Step:
+def _next_step(pool: EnvironmentPool, turn: int) -> Step:
     while not (replies := pool.answers(GLANCE)):
-        pass  # its own deadline is a reply too
+        pass  # a deadline of the pool is a reply too
     if replies[0].step is None:
         when = f"in turn {turn}" if turn else "when it began"
-        raise RunError(f"the environment failed {when}: {replies[0].error}. In a run, such a response is not valid")
+        raise RunError(f"the environment failed {when}: {replies[0].error}. In a run, such a response is masked")
     return replies[0].step
 
 
-def small_game(task: Any, seed: int) -> SmallGame:
+def small_episode(task: Any, seed: int) -> PlayedEpisode:
     if task.episode() is None:
-        raise ConfigError(f"{type(task).__name__.lower()} has one turn, and nobody answers it. Try guess or swaps")
-    prompts, tokens = task.held_out(CHOSEN_FROM), tokens_of(task)
+        raise ConfigError(
+            f"{type(task).__name__.lower()} has no environment: a response is one turn. Try guess or swaps"
+        )
+    prompts, tokens = task.held_out(NUM_PROBLEMS), tokens_of(task)
     problem = task.problem(prompts, random.Random(seed).randrange(len(prompts)))
 
     rule = f"a turn is {task.turn_tokens} of {spelled(tokens)}"
@@ -218,13 +220,13 @@ def small_game(task: Any, seed: int) -> SmallGame:
     def show(words: str) -> str:
         return task.text(list(map(int, words.split()))) if words else ""
 
-    return SmallGame(problem, f"{problem.prompt}\n({rule})", InProcessEpisodePool(task.episode), read, show)
+    return PlayedEpisode(problem, f"{problem.prompt}\n({rule})", InProcessEpisodePool(task.episode), read, show)
 
 
 def tokens_of(task: Any) -> dict[str, int]:
-    """How the tokens of a small task are spelled; the number of a token will do too."""
-    every = range(task.space.vocab)
-    return {task.text([i]).strip("[]"): i for i in every} | {str(i): i for i in every}
+    """Return the tokens of a small task by their spelling, and by their number."""
+    vocab = range(task.space.vocab)
+    return {task.text([i]).strip("[]"): i for i in vocab} | {str(i): i for i in vocab}
 
 
 def spelled(tokens: Mapping[str, int]) -> str:
@@ -232,7 +234,7 @@ def spelled(tokens: Mapping[str, int]) -> str:
 
 
 def read_tokens(line: str, tokens: Mapping[str, int]) -> list[int]:
-    """The tokens of a line; refused where one is unknown."""
+    """Parse the tokens of a line; raise ConfigError if one is unknown."""
     words = [line.strip()] if line.strip() in tokens else line.replace(",", " ").strip("[] \t").split()
     unknown = [word for word in words if word not in tokens]
     if unknown or not words:
@@ -240,8 +242,8 @@ def read_tokens(line: str, tokens: Mapping[str, int]) -> list[int]:
     return [tokens[word] for word in words]
 
 
-def text_game(task: Any, seed: int) -> SmallGame:
-    problem = random.Random(seed).choice(task.test(CHOSEN_FROM))
+def text_episode(task: Any, seed: int) -> PlayedEpisode:
+    problem = random.Random(seed).choice(task.test(NUM_PROBLEMS))
     chat, limits = task.messages(problem), Limits(task.turn_seconds, task.reward_memory, task.reward_env)
     pool, answers = None, ENVIRONMENT
     if task.tools:
@@ -254,102 +256,102 @@ def text_game(task: Any, seed: int) -> SmallGame:
 
     def read(line: str) -> str:
         if not line.strip():
-            raise ConfigError("a turn has words")
+            raise ConfigError("a turn must not be empty")
         return line
 
     words = "\n\n".join(message["content"] for message in chat)
-    return SmallGame(
-        problem, words, pool, read, observation_words, answers, task.max_turns, partial(grade, task, problem)
+    return PlayedEpisode(
+        problem, words, pool, read, observation_text, answers, task.max_turns, partial(grade, task, problem)
     )
 
 
-def observation_words(observation: Any) -> str:
-    """Words, or those of the messages."""
+def observation_text(observation: Any) -> str:
+    """Return the text of an observation, which may be messages."""
     return observation if isinstance(observation, str) else "\n".join(message["content"] for message in observation)
 
 
 def grade(task: Any, problem: Problem, words: str) -> tuple[float, str]:
-    """What the task gives for an answer, and why. Judges and reward models are not asked."""
-    absent = [reward.name for reward in task.rewards if reward.kind in ("judge", "model", "process")]
+    """Return the reward of an answer and the reason. Judges and reward models are left out."""
+    skipped = [reward.name for reward in task.rewards if reward.kind in ("judge", "model", "process")]
     with closing(Grading(replace(task, reward_workers=1), partial=True)) as grading:
         (mark,) = grading([(problem, words)])
     if mark.error is not None:
         raise RunError(mark.error)
-    said = [f"and {mark.value:g} for the answer ({mark.reason or ('right' if mark.strict else 'wrong')})"]
+    reasons = [f"and {mark.value:g} for the answer ({mark.reason or ('right' if mark.strict else 'wrong')})"]
     if problem.answer is None and not mark.value:
-        said = []
-    return mark.value, ", ".join([*said, *(f"{name} was not asked" for name in absent)])
+        reasons = []
+    return mark.value, ", ".join([*reasons, *(f"without {name}" for name in skipped)])
 
 
-# ---- the environment's part -------------------------------------------------------------------------------------
+# ---- playing the environment ------------------------------------------------------------------------------------
 
 
 class Person(Environment):
-    """An environment that is a person at a terminal."""
+    """An environment played by a person at a terminal."""
 
     def __init__(self, terminal: Terminal, show: Callable[[str], str], read: Callable[[str], str]):
         self.terminal, self.show, self.read = terminal, show, read
 
     def step(self, action: str) -> Step:
-        self.terminal.say(POLICY, self.show(action))
+        self.terminal.show_turn(POLICY, self.show(action))
         reward = 0.0
         while True:
             line = self.terminal.ask(YOU)
             command, _, number = line.strip().partition(" ")
             try:
                 if command in ("/reward", "/end"):
-                    paid = _number(number) if number or command == "/reward" else reward
+                    value = _parse_reward(number) if number or command == "/reward" else reward
                     if command == "/end":
-                        return Step(reward=paid, done=True, reason="you ended it")
-                    reward = paid
+                        return Step(reward=value, done=True, reason="you ended it")
+                    reward = value
                 elif line.startswith("/") and not line.startswith("//"):
-                    raise ConfigError(f"{command}: there are /reward X and /end [X]; // begins an answer with /")
+                    raise ConfigError(f"{command}: use /reward X or /end [X]; // starts an observation with /")
                 else:
                     return Step(self.read(line.removeprefix("/")), reward)
-            except ConfigError as wrong:
-                self.terminal.note(f"{wrong}. Nothing was sent")
+            except ConfigError as error:
+                self.terminal.note(f"{error}. Nothing was sent")
 
 
-def _number(text: str) -> float:
+def _parse_reward(text: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise ConfigError(f"{text!r:.40}: a reward is a number")
+        raise ConfigError(f"{text!r:.40}: a reward must be a number")
     return number
 
 
 def play_environment(loaded: LoadedPolicy, seed: int, terminal: Terminal) -> None:
     task, words = loaded.config.task, loaded.backend.words
     if not words and task.episode() is None:
-        raise ConfigError(f"{type(task).__name__.lower()} has one turn: the policy takes no answer to it")
-    if words and not task.has_environment:  # anybody may be answered; the class is never made in a process
-        answered = replace(task, environment=f"python:{__file__}:Person")
-        loaded = replace(loaded, config=replace(loaded.config, task=answered))
+        raise ConfigError(f"{type(task).__name__.lower()} has one turn: the policy reads no observation")
+    if words and not task.has_environment:  # the class is only named: no process creates it
+        with_person = replace(task, environment=f"python:{__file__}:Person")
+        loaded = replace(loaded, config=replace(loaded.config, task=with_person))
     bound: Any = loaded.unscored_task()
     with closing(bound):
-        bound.player.pool = InProcessEpisodePool(_stand_in(task, bound, words, terminal))
+        bound.player.pool = InProcessEpisodePool(_person_factory(task, bound, words, terminal))
         try:
             tools = words and bool(task.tools)
-            prompts = _first_words(bound, words and not tools, tools, seed, terminal)
+            prompts = _first_prompt(bound, words and not tools, tools, seed, terminal)
             rollouts = loaded.sampler(prompts, seed).generate(prompts, 1)
-        except PlayerLeftError:
-            return terminal.note("The input is over: the episode was left.")
+        except EndOfInputError:
+            return terminal.note("The input has ended. The episode was left.")
         batch = unscored(rollouts)
-        (talk,) = conversations(bound, batch)
-    said = [speech for speech in talk["turns"] if speech["who"] == POLICY]
-    if len(said) > terminal.turns:  # a limit of tokens cut off the last turn, which was not answered
-        terminal.say(POLICY, said[-1]["text"])
+        (conversation,) = conversations(bound, batch)
+    policy_turns = [turn for turn in conversation["turns"] if turn["who"] == POLICY]
+    if len(policy_turns) > terminal.policy_turns:  # max_tokens truncated the last turn, which got no observation
+        terminal.show_turn(POLICY, policy_turns[-1]["text"])
     if not bool(batch.valid.all()):
-        raise RunError(f"the episode failed: {talk['ended']}")
-    rewards = [speech["reward"] or 0.0 for speech in said]
-    terminal.note(f"The episode is over: {talk['ended']}.")
-    terminal.note(f"Total reward {sum(rewards):.4g}: {_earned(rewards)}.")
+        raise RunError(f"the episode failed: {conversation['ended']}")
+    rewards = [turn["reward"] or 0.0 for turn in policy_turns]
+    terminal.note(f"The episode is over: {conversation['ended']}.")
+    terminal.note(f"Total reward {sum(rewards):.4g}: {_summary(rewards)}.")
 
 
-def _stand_in(task: Any, bound: Any, words: bool, terminal: Terminal) -> Callable[[], Environment]:
-    """What makes the environment: a person, or tools that a person answers for."""
+def _person_factory(task: Any, bound: Any, words: bool, terminal: Terminal) -> Callable[[], Environment]:
+    """Return a factory of the environment: a person, or tools whose results a person types."""
     if not words:
         tokens = tokens_of(task)
         return lambda: Person(
@@ -361,7 +363,7 @@ def _stand_in(task: Any, bound: Any, words: bool, terminal: Terminal) -> Callabl
 
         def read(line: str) -> str:
             if not line.strip():
-                raise ConfigError("an answer has words; /end ends the episode")
+                raise ConfigError("an observation must not be empty; /end ends the episode")
             return line
 
         return lambda: Person(terminal, lambda action: action, read)
@@ -369,38 +371,38 @@ def _stand_in(task: Any, bound: Any, words: bool, terminal: Terminal) -> Callabl
 
     def tool(name: str) -> Callable[..., str]:
         def answer(**arguments: Any) -> str:
-            terminal.say(TOOL, f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})")
+            terminal.show_turn(TOOL, f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})")
             return terminal.ask(YOU)
 
         return answer
 
-    class AskedTools(Tools):
+    class TypedTools(Tools):
         def step(self, action: str) -> Step:
-            terminal.say(POLICY, action)
+            terminal.show_turn(POLICY, action)
             return super().step(action)
 
     names = [schema["function"]["name"] for schema in settings["schemas"]]
-    return lambda: AskedTools([tool(name) for name in names], settings["schemas"], settings["form"])
+    return lambda: TypedTools([tool(name) for name in names], settings["schemas"], settings["form"])
 
 
-def _first_words(bound: Any, opens: bool, tools: bool, seed: int, terminal: Terminal) -> Prompts:
-    """One held-out prompt, with what the environment says before the first turn if it `opens` the episode."""
-    if opens:
+def _first_prompt(bound: Any, has_opening: bool, has_tools: bool, seed: int, terminal: Terminal) -> Prompts:
+    """Return one held-out prompt, with the first observation that the person types if `has_opening`."""
+    if has_opening:
         bound.task.opening = None
-    prompts = bound.held_out(CHOSEN_FROM)
+    prompts = bound.held_out(NUM_PROBLEMS)
     place = random.Random(seed).randrange(len(prompts))
     question = bound.question(prompts, place)
     problem = bound.player.problem(prompts, place)
-    terminal.say("prompt", question.words)
+    terminal.show_turn("prompt", question.words)
     if problem.answer is not None:
         terminal.note(f"The right answer: {problem.answer}")
-    hint = "Type what the policy reads next. /reward X pays for its turn; /end [X] ends the episode."
-    terminal.note("Type what each call returns. A turn without a call ends the episode." if tools else hint)
-    if opens:
-        terminal.note("Before its first turn (empty: nothing):")
+    hint = "Type what the policy reads next. /reward X sets the reward of its turn; /end [X] ends the episode."
+    terminal.note("Type what each call returns. A turn without a call ends the episode." if has_tools else hint)
+    if has_opening:
+        terminal.note("First observation (empty: none):")
         first = terminal.ask(YOU)
         bound.task.opening = lambda _: first
-        prompts = bound.held_out(CHOSEN_FROM)
+        prompts = bound.held_out(NUM_PROBLEMS)
     return prompts[torch.tensor([place])]
 
 

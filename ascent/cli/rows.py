@@ -1,4 +1,4 @@
-"""`ascent rows`: the tasks of an environment of somebody else's, as rows to train on."""
+"""`ascent rows`: write the tasks of a verifiers taskset as rows to train on."""
 
 from contextlib import closing
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ class RowsCommand(Command):
     file: str
     """The file to write."""
     count: int = 1000
-    """The most tasks."""
+    """Maximum number of tasks."""
 
     def execute(self) -> None:
         source = agent_source(self.agent)
         if not source.startswith("verifiers:"):
-            raise ConfigError(f"ascent rows {self.agent}: only a taskset of verifiers has rows, verifiers:NAME")
+            raise ConfigError(f"ascent rows {self.agent}: give a verifiers taskset, verifiers:NAME")
         if self.count < 1:
-            raise ConfigError(f"--count is {self.count}: it has to be at least 1")
+            raise ConfigError(f"--count is {self.count}: set 1 or more")
         verify_agent(source)
         with closing(VerifiersAgent(source.removeprefix("verifiers:"), Limits(0.0), 1)) as agent:
             rows = agent.rows(self.count)

@@ -1,4 +1,4 @@
-"""`ascent show`, `report`, `eval`, `sample` and `export`: what a run did, and what is done with its policy."""
+"""`ascent show`, `report`, `eval`, `sample` and `export`: inspect runs and use their policies."""
 
 import json
 import sys
@@ -32,28 +32,28 @@ from ascent.workflows.loaded_policy import (
     untrained_policy,
 )
 
-LENGTHS = ("max_tokens", "min_tokens", "stop")
+LENGTH_FLAGS = ("max_tokens", "min_tokens", "stop")
 """Flags that decide where a response ends."""
 
 
 @dataclass
 class ShowCommand(Command):
-    """What a run did; --step N for its responses, --json for scripts."""
+    """Show the metrics of a run, or with --step N its responses."""
 
     run: Path
     """The run's folder."""
     step: Annotated[int | None, "N"] = None
-    """Print the responses of this step: prompts, responses, log-probs, rewards and δ."""
+    """Print the responses of this step: prompts, responses, log-probs, rewards and advantages."""
     json: bool = False
-    """One JSON object, for scripts."""
+    """Print one JSON object."""
 
     def execute(self) -> None:
         run = Run(self.run)
         if self.step is not None:
             rows = run.rollouts(self.step)
             with naming_file(rollout_path(run.folder, self.step)):
-                words = json.dumps(rows) if self.json else responses(rows, colour_wanted())
-            print(words)
+                text = json.dumps(rows) if self.json else responses(rows, colour_wanted())
+            print(text)
         elif self.json:
             config = read_json(run.folder / "config.json")
             about = run.info | {"status": run.status, "folder": str(run.folder)}
@@ -64,14 +64,14 @@ class ShowCommand(Command):
 
 @dataclass
 class ReportCommand(Command):
-    """A run as one HTML file to send to a colleague: result, alerts, curves, completions, settings.
+    """Write a run as one HTML file to share: result, alerts, curves, completions, settings.
 
       ascent report RUN
       ascent report RUN --out findings.html
 
     The file is self-contained: it has no scripts and loads nothing. RUN may be
-    running, dead or damaged. It may also be a folder of TRL's completions or of
-    verl's rollouts. An older report is replaced; any other file is not.
+    unfinished or damaged, or a folder of TRL's completions or of verl's rollouts.
+    An older report is replaced; any other file is not.
     """
 
     run: Path
@@ -91,7 +91,7 @@ class ReportCommand(Command):
         print(f"Report: {out} ({size / 1000:,.0f} kB, opens in any browser)")
 
 
-COLUMNS = (
+METRIC_COLUMNS = (
     *("step", "reward", "reward_std", "accuracy", "eval/accuracy", "rewards/accuracies", "eval/pairs/accuracy"),
     *("eval/pairs/log_loss", "eval/pairs/ece", "steps/error", "eval/steps/error", "eval/steps/explained"),
     *("exact/reward", "entropy", "kl", "trust_region/kl", "value/explained_variance", "clip_ratio/high_mean"),
@@ -105,12 +105,12 @@ COLUMNS = (
         "loss",
     ),
 )
-FIRST_TO_GO = ("length", "clip−", "clip+", "±", "loss", "‖∇‖", "KL", "critic", "moved", "pairs right", "ECE")
-"""Columns that a narrow terminal can do without, in this order."""
+OPTIONAL_COLUMNS = ("length", "clip−", "clip+", "±", "loss", "‖∇‖", "KL", "critic", "moved", "pairs right", "ECE")
+"""Columns that are left out on a narrow terminal, in this order."""
 
 
 def summary(run: Run) -> str:
-    """A run at a glance: what it is, how it went, what it means."""
+    """Return the overview of a run: settings, metrics, result and alerts."""
     info, metrics = run.info, run.metrics
     head = [
         f"{run.folder}: {run.status}, {len(metrics)} of {info.get('steps', '?')} steps",
@@ -120,35 +120,35 @@ def summary(run: Run) -> str:
     if run.status == "failed":
         head.append(wrapped(f"Stopped: {info.get('reason')}"))
     if run.status == "died" and was_oom_killed(run.folder):
-        head.append("Since it was last seen alive, the system has killed a process for want of memory.")
+        head.append("Since it was last seen alive, the system killed a process because memory ran out.")
     if run.status in ("died", "interrupted", "failed"):
         head.append(f"Resume it: ascent resume {run.folder}")
-    every = max(1, len(metrics) // 10)
-    picked = [line for i, line in enumerate(metrics) if (i + 1) % every == 0 or i in (0, len(metrics) - 1)]
-    columns = {short_name(key): key for key in COLUMNS if any(line.get(key) is not None for line in metrics)}
-    if info.get("data", "samples") != "samples":  # offline data have no rewards of their own
+    stride = max(1, len(metrics) // 10)
+    rows = [line for i, line in enumerate(metrics) if (i + 1) % stride == 0 or i in (0, len(metrics) - 1)]
+    columns = {short_name(key): key for key in METRIC_COLUMNS if any(line.get(key) is not None for line in metrics)}
+    if info.get("data", "samples") != "samples":  # offline data have no rewards
         columns = {name: key for name, key in columns.items() if name not in ("reward", "±", "silent")}
     if not any(line.get("reward_errors") for line in metrics):
         columns.pop(short_name("reward_errors"), None)
-    shown = _fitting({name: [cell_text(line.get(key)) for line in picked] for name, key in columns.items()})
-    words = [wrapped(str(word)) for word in (run.result or {}).get("words") or []]
+    table_lines = _fit_table({name: [cell_text(line.get(key)) for line in rows] for name, key in columns.items()})
+    result = [wrapped(str(paragraph)) for paragraph in (run.result or {}).get("words") or []]
     alerts = [
         wrapped(f"Alert at step {e.get('step')}: {e.get('text')}") for e in run.events if e.get("event") == "alert"
     ]
-    return "\n".join([*head, "", *shown, "", *words, *alerts]).rstrip()
+    return "\n".join([*head, "", *table_lines, "", *result, *alerts]).rstrip()
 
 
-def _fitting(columns: dict[str, list[str]]) -> list[str]:
-    """The table of these columns, less those that a narrow terminal has no room for."""
+def _fit_table(columns: dict[str, list[str]]) -> list[str]:
+    """Return the table of these columns, without optional ones that do not fit the terminal."""
     lines = table(list(columns), [list(row) for row in zip(*columns.values(), strict=True)]) if columns else []
-    spare = next((name for name in FIRST_TO_GO if name in columns), None)
-    if spare is None or not lines or len(lines[0]) <= width():
+    optional = next((name for name in OPTIONAL_COLUMNS if name in columns), None)
+    if optional is None or not lines or len(lines[0]) <= width():
         return lines
-    return _fitting({name: cells for name, cells in columns.items() if name != spare})
+    return _fit_table({name: cells for name, cells in columns.items() if name != optional})
 
 
 def responses(rows: list[dict[str, Any]], colour: bool = False) -> str:
-    """The recorded responses of a step, group by group: log-probs, rewards, δ; conversations turn by turn."""
+    """Return the responses of a step by group with log-probs, rewards and advantages; conversations turn by turn."""
     lines: list[str] = []
     for row in rows:
         if row["sample"] == 0:
@@ -162,9 +162,9 @@ def responses(rows: list[dict[str, Any]], colour: bool = False) -> str:
             lines += ["", ", ".join(head), *conversation_lines(speeches, ending(row, speeches), colour)]
             continue
         logp = " ".join(f"{x:7.3f}" for x in row["logp_old"])
-        δ = row["advantage"]
-        credit = f"{δ[0]:+.3f}" if len(set(δ)) <= 1 else " ".join(f"{x:+.3f}" for x in δ)
-        text = f"  {row['response_text']}  reward {row['reward']:g}  δ {credit}  logp {logp}  {mark}"
+        values = row["advantage"]
+        advantage = f"{values[0]:+.3f}" if len(set(values)) <= 1 else " ".join(f"{x:+.3f}" for x in values)
+        text = f"  {row['response_text']}  reward {row['reward']:g}  A {advantage}  logp {logp}  {mark}"
         lines.append(printable(text.rstrip()))
     return "\n".join(lines).strip()
 
@@ -190,25 +190,25 @@ class PolicyCommand(CheckpointCommand):
     model: Annotated[str | None, "FOLDER"] = None
     """A model instead of a run: a folder, or a name on the hub."""
     task: Annotated[str | None, "TASK"] = None
-    """Another task than the run's own; the task's settings are further flags."""
+    """Another task than the run's. The settings of the task are flags too."""
     temperature: Annotated[float | None, "FLOAT"] = None
-    """Sampling temperature. Default: the run's; 1 for a model."""
+    """Sampling temperature. Default: the run's, or 1 for a model."""
     max_tokens: Annotated[int | None, "N"] = None
     """Maximum number of tokens in a response. Default: the task's."""
     min_tokens: Annotated[int | None, "N"] = None
     """Minimum number of tokens in a response. Default: the task's."""
     stop: Annotated[tuple[str, ...] | None, "TEXT …"] = None
-    """Strings that end a response: all words that follow, so give it after the prompt. Default: the task's."""
+    """Strings that end a response. All words that follow are strings, so set it last. Default: the task's."""
     device: Annotated[str | None, "NAME"] = None
-    """cpu, cuda, …. Default: the run's; auto for a model."""
+    """cpu, cuda, …. Default: the run's, or auto for a model."""
     seed: int = 0
-    """Decides what is sampled."""
+    """Seed of the samples."""
     json: bool = False
-    """JSON, for scripts."""
+    """Print JSON."""
 
     def load(self, run: str | None, task: str | None, flags: list[str], changes: tuple[str, ...]) -> LoadedPolicy:
-        """The policy of a run, or a model, on this task with these flags; fields in `changes` override theirs."""
-        changed = {name: getattr(self, name) for name in changes}
+        """Load the policy of a run, or a model, for a task with these flags; the fields in `changes` override them."""
+        overrides = {name: getattr(self, name) for name in changes}
         if run is not None:
             if task in (None, "own") and flags:
                 raise ConfigError(
@@ -218,14 +218,14 @@ class PolicyCommand(CheckpointCommand):
             if is_task(run):
                 raise ConfigError(f"{run} is a task: name a model for it, {self.prog()} {run} --model FOLDER")
             other = None if task is None or task == "own" else self._config(task, flags).task
-            return run_policy(run, self.step, self.best, other, **changed)
+            return run_policy(run, self.step, self.best, other, **overrides)
         assert self.model is not None
         if self.step is not None or self.best:
             raise ConfigError(
                 "--model with --step or --best: a model has no checkpoints to choose from. Leave them out"
             )
         if task is None:
-            return model_policy(self.model, **changed)
+            return model_policy(self.model, **overrides)
         if Path(task).is_dir() and ":" not in task:
             raise ConfigError(
                 f"{task} is a folder. With --model the first argument must be a TASK; a run has its own model, "
@@ -236,11 +236,11 @@ class PolicyCommand(CheckpointCommand):
                 f"--model with the task {task}: this is not a text task, so a language model cannot read its prompts. "
                 f"Train on it: ascent train {task}"
             )
-        return untrained_policy(self._config(task, flags, "--model", self.model), **changed)
+        return untrained_policy(self._config(task, flags, "--model", self.model), **overrides)
 
-    def _config(self, task: str, flags: list[str], *more: str) -> Config:
-        """The config of a task with its flags. Flags about training are refused."""
-        config, _ = parse_train([task, *more, *flags], self.prog())
+    def _config(self, task: str, flags: list[str], *model_flags: str) -> Config:
+        """Return the config of a task with its flags. Flags of training are refused."""
+        config, _ = parse_train([task, *model_flags, *flags], self.prog())
         known = [setting.flag for setting in settings_of(type(config.task)).values()]
         for flag in (arg.partition("=")[0].replace("_", "-") for arg in flags if arg.startswith("--")):
             if not {flag, flag.replace("--no-", "--", 1)} & set(known) and not flag.startswith("--policy."):
@@ -253,18 +253,18 @@ class PolicyCommand(CheckpointCommand):
 
 @dataclass(kw_only=True)
 class EvalCommand(PolicyCommand):
-    r"""Score a run, or a model without a run, on held-out prompts: greedy, pass@k, majority, best of k.
+    r"""Evaluate a run or a model on held-out prompts: greedy, pass@k, majority vote, best of k.
 
       ascent eval RUN --best --samples 16
       ascent eval gsm8k --model FOLDER --prompts 200
       ascent eval RUN --task reasoning-gym:chain_sum --options '{"max_terms": 2}'
 
-    A task's own settings (--options, --check, --reward, …) are flags, as in
+    The settings of a task (--options, --check, --reward, …) are flags, as in
     `ascent train TASK`. pass@k is the unbiased estimate. The majority vote
     compares extracted answers: the text after "Answer:", "####", "\boxed" or "the
-    answer is"; otherwise the last number, word or line. On a tie the answer seen
-    first wins. Best of k takes the response with the highest reward. Intervals
-    are over prompts.
+    answer is"; otherwise the last number, word or line. On a tie, the answer that
+    was sampled first wins. Best of k takes the response with the highest reward.
+    Intervals are over prompts.
     """
 
     source: Annotated[str, "RUN|TASK"]
@@ -272,12 +272,12 @@ class EvalCommand(PolicyCommand):
     prompts: Annotated[int | None, "N"] = None
     """Maximum number of held-out prompts. Default: the run's --eval-prompts."""
     samples: int = 1
-    """Sampled responses per prompt, in addition to the greedy one. From 2 on, mean score, pass@k, majority and best
+    """Sampled responses per prompt, besides the greedy one. With 2 or more, mean score, pass@k, majority vote and best
     of k are reported."""
     rows: Annotated[int | None, "N"] = None
-    """Responses that are decoded at once. Memory only."""
+    """Maximum batch size of decoding. Changes only memory and time."""
     out: Annotated[Path | None, "FILE"] = None
-    """Parquet file for all responses, with scores and reasons."""
+    """Parquet file to write all responses to, with scores and reasons."""
 
     def execute(self) -> None:
         if self.out is not None and (self.out.exists() or not self.out.parent.is_dir()):
@@ -286,7 +286,7 @@ class EvalCommand(PolicyCommand):
         if self.model is not None and self.task is not None:
             raise ConfigError(f"--task {self.task} with --model: the task comes first, ascent eval TASK --model FOLDER")
         run, task = (self.source, self.task) if self.model is None else (None, self.source)
-        loaded = self.load(run, task, self.other_args, ("temperature", *LENGTHS, "device", "rows"))
+        loaded = self.load(run, task, self.other_args, ("temperature", *LENGTH_FLAGS, "device", "rows"))
         evaluation = evaluate_policy(loaded, self.prompts, self.samples, self.seed, show=True)
         if self.out is not None:
             evaluation.write(self.out)
@@ -304,9 +304,9 @@ class SampleCommand(PolicyCommand):
       ascent sample RUN --task own --count 8
       ascent sample RUN < prompts.txt
 
-    --task shows held-out problems of a task with answer, response, score and
-    reason; `own` is the run's task. Without a prompt and without --task, prompts
-    are read from standard input, one per line. A run on a small task takes
+    --task samples responses to held-out problems of a task and shows their score
+    and reason; `own` is the run's task. Without a prompt and without --task,
+    prompts are read from standard input, one per line. A run on a small task takes
     numbers: "3 1 0 2 4".
     """
 
@@ -324,12 +324,12 @@ class SampleCommand(PolicyCommand):
     system: Annotated[str | None, "TEXT"] = None
     """A system message. Default: the run's."""
     plain: bool = False
-    """Leave out the instruction that training put below every prompt."""
+    """Leave out the instruction that training appended to each prompt."""
     logp: bool = False
     """Print the log-prob of every token."""
 
     def execute(self) -> None:
-        if self.task:  # the flags of the task are here too, so only the run may stand without a flag
+        if self.task:  # the flags of the task are here too, so only the run may be positional
             first, flags = split_leading_word(self.other_args)
             words = [] if first is None else [first]
         else:
@@ -340,7 +340,7 @@ class SampleCommand(PolicyCommand):
             )
         run = words.pop(0) if self.model is None else None
         prompts = words if self.task or words else _from_stdin()
-        changes = ("temperature", "top_p", "top_k", "min_p", *LENGTHS, "system", "device")
+        changes = ("temperature", "top_p", "top_k", "min_p", *LENGTH_FLAGS, "system", "device")
         loaded = self.load(run, self.task, flags, changes)
         if self.task:
             rows = problems(loaded, self.count or 4, self.greedy, self.seed)
@@ -360,24 +360,24 @@ def _from_stdin() -> list[str]:
 
 @dataclass(kw_only=True)
 class ExportCommand(CheckpointCommand):
-    """Write a run's language model as an ordinary Hugging Face folder, with adapters merged.
+    """Write the language model of a run as a Hugging Face folder, with adapters merged.
 
       ascent export RUN FOLDER --best
       ascent export RUN FOLDER --push USER/NAME
 
-    Then, in Python: AutoModelForCausalLM.from_pretrained("FOLDER"). With --push the
-    same files are one commit of a repository on the Hugging Face hub. Its README
-    says what the run was, with figures and versions.
+    Load it with AutoModelForCausalLM.from_pretrained("FOLDER"). --push uploads the
+    same files as one commit to a repository on the Hugging Face hub, with a README
+    that describes the run.
     """
 
     run: Path
     """The run's folder."""
     folder: Path
-    """The folder to make."""
+    """The folder to write."""
     push: Annotated[str | None, "NAME"] = None
-    """Push it to this repository of the hub: USER/NAME, or NAME for your own. A new one is private."""
+    """Repository on the hub to push to: USER/NAME, or NAME for your own. A new one is private."""
     public: bool = False
-    """With --push: a new repository can be seen by everybody."""
+    """With --push: make a new repository public."""
 
     def execute(self) -> None:
         folder = export(self.run, self.folder, step=self.step, best=self.best, push=self.push, public=self.public)

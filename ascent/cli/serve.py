@@ -1,4 +1,4 @@
-"""`ascent serve`: a policy behind an endpoint that OpenAI's clients know."""
+"""`ascent serve`: serve a policy over an OpenAI-compatible API."""
 
 import signal
 import sys
@@ -10,42 +10,47 @@ from ascent.cli.flags import Command
 from ascent.core.errors import ConfigError
 from ascent.inference.remote.relay_client import read_key
 from ascent.server.requirements import check_packages
+from ascent.settings import settings_of
 from ascent.workflows.loaded_policy import find_policy
 from ascent.workflows.policy_server import ServeSettings, serve_policy
 
 
 @dataclass(frozen=True)
-class Engine:
-    """Where the engine of --engine vllm or sglang is, and how it is started (docs/serving.md)."""
+class EngineOptions:
+    """Server of --engine vllm or sglang: address, or how to start it (docs/serving.md)."""
 
     python: str = ""
-    """The virtual environment that it is in: a server is started from it, watched and ended."""
+    """Virtual environment of the engine, from which a server is started."""
     url: Annotated[tuple[str, ...], "URL…"] = ()
-    """Servers that run already on this machine, or `ascent engine` on others."""
+    """Running servers on this machine, or `ascent engine` on others."""
     args: str = ""
-    """More arguments for the server, in one word: "--tensor-parallel-size 2"."""
+    """More arguments for the server, quoted: "--tensor-parallel-size 2"."""
     key_env: str = ""
     """Environment variable with the key of `ascent engine`."""
     key_file: str = ""
     """File with that key."""
     deadline: float = 600.0
-    """Seconds that one answer may take, and that a lost server may stay away."""
+    """Seconds that a response may take, and that a lost server may take to come back."""
 
 
 @dataclass(kw_only=True)
 class ServeCommand(Command):
-    """Serve the policy of a run, or a model, to OpenAI's clients.
+    """Serve the policy of a run, or a model, over an OpenAI-compatible API.
 
       ascent serve RUN
       ascent serve FOLDER --port 9000 --rows 128
       ascent serve RUN --engine vllm --engine.python .engines/vllm
 
-    It answers /v1/models, /v1/chat/completions, /v1/completions and
-    /inference/v1/generate. A key is always needed: it is printed, or read from
-    --key-file. It listens on this machine alone unless --host says otherwise.
+    Endpoints: /v1/models, /v1/chat/completions, /v1/completions and
+    /inference/v1/generate. Clients always need a key, which is printed or read from
+    --key-file. The server listens on this machine only, unless --host is set.
     """
 
-    extra_settings, extra_prefix = Engine, "engine"
+    extra_settings, extra_prefix = EngineOptions, "engine"
+    only_in_help_all = frozenset(s.name for s in settings_of(EngineOptions, "engine").values()) | {
+        "max_context",
+        "cache",
+    }
     source: Annotated[str, "RUN|MODEL"]
     """A run's folder, or a model: a folder or a name on the hub."""
     step: Annotated[int | None, "N"] = None
@@ -63,19 +68,19 @@ class ServeCommand(Command):
     tls_key: str = ""
     """File with the certificate's private key (PEM)."""
     rows: int = 0
-    """Requests that are decoded at once; 0: as many as suit the device."""
+    """Maximum batch size of decoding; 0: chosen for the device."""
     queue: int = 0
-    """Requests that wait beside them; others are told to come back. 0: three times --rows."""
+    """Maximum number of waiting requests; more are refused with 429. 0: three times --rows."""
     max_context: int = 0
-    """The most tokens of a conversation; 0: what the model reads, at most 4,096."""
+    """Maximum number of tokens of a conversation; 0: the model's limit, at most 4,096."""
     cache: float = 4.0
-    """GiB of keys and values on a CPU; a GPU has what fits."""
+    """GiB of KV cache on a CPU; on a GPU, what fits."""
     temperature: Annotated[float | None, "T"] = None
-    """Where a request does not say one. Default: the run's."""
+    """Sampling temperature of requests that set none. Default: the run's."""
     device: Annotated[str | None, "DEVICE"] = None
     """cpu, cuda, cuda:1, …"""
     engine: Literal["local", "vllm", "sglang"] = "local"
-    """Who decodes: this process, or a server of vLLM or SGLang."""
+    """Inference engine: this process, or a server of vLLM or SGLang."""
 
     def execute(self) -> int:
         check_packages("ascent serve")
@@ -83,7 +88,7 @@ class ServeCommand(Command):
 
         if bool(self.tls_cert) != bool(self.tls_key) or not (is_local(self.host) or self.tls_cert):
             raise ConfigError(
-                f"--host {self.host}: the key and all that is said would cross the network in the open. Set --tls-cert "
+                f"--host {self.host}: the key and all messages would be sent unencrypted. Set --tls-cert "
                 "and --tls-key, or listen on 127.0.0.1 behind a tunnel (ssh -L) or a proxy that has a certificate"
             )
         for name in ("rows", "queue", "max_context", "cache"):

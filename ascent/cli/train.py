@@ -169,17 +169,16 @@ def plot(run: Run) -> Path:
 
 @dataclass
 class RoundsCommand(Command):
-    """Iterative GRPO: rounds of pairs, a reward model and a policy, each an ordinary run.
+    """Run iterative GRPO: each round makes pairs, trains a reward model, then a policy.
 
       ascent rounds sort --rounds 3 --pairs 256 --steps 100 --rm.steps 200
       ascent rounds gsm8k --model MODEL --init SFT_RUN --judge judge.toml
       ascent rounds FOLDER
 
     The task's own reward labels the pairs and is hidden from the policy; with
-    --judge, a judge labels them. All other flags are those of `ascent train TASK`
-    and apply to the policies (default: --algorithm grpo). With the prefix --rm.
-    they apply to the reward models. `ascent rounds FOLDER` resumes unfinished
-    rounds.
+    --judge, a judge labels them. The other flags are those of `ascent train TASK`:
+    they apply to the policies (default: --algorithm grpo) and, with the prefix
+    --rm., to the reward models. `ascent rounds FOLDER` resumes unfinished rounds.
     """
 
     accepts_other_flags = True
@@ -189,7 +188,7 @@ class RoundsCommand(Command):
     out: Annotated[Path | None, "FOLDER"] = None
     """The folder. Default: runs/<date>-rounds."""
     json: bool = False
-    """The table as JSON lines, for scripts."""
+    """Print the table as JSON lines."""
 
     def execute(self) -> None:
         reward_model, rest = reward_model_settings(self.other_args)
@@ -201,8 +200,8 @@ class RoundsCommand(Command):
                 )
             rounds = reopen_rounds(Path(self.source))
         else:
-            row = [] if any(arg.partition("=")[0] == "--algorithm" for arg in rest) else ["--algorithm", "grpo"]
-            config, _ = parse_train([self.source, *row, *rest], self.prog())
+            algorithm = [] if any(arg.partition("=")[0] == "--algorithm" for arg in rest) else ["--algorithm", "grpo"]
+            config, _ = parse_train([self.source, *algorithm, *rest], self.prog())
             folder = self.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-rounds"
             rounds = begin_rounds(folder, config, RoundsPlan(**self.extra_values), reward_model)
         rows = run_rounds(rounds)
@@ -214,7 +213,7 @@ class RoundsCommand(Command):
 
 
 def reward_model_settings(args: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """--rm.steps 200 -> {"steps": 200} (values are read as JSON where they are JSON), and the words that are left."""
+    """Parse --rm.steps 200 into {"steps": 200} (values may be JSON); return it and the other arguments."""
     flags = {arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in args if arg.startswith("--rm.")}
     values, rest = parse_flags(args, [Setting(flag, str, metavar="VALUE") for flag in flags])
     return {flag.removeprefix("rm."): _json_or_text(value) for flag, value in values.items()}, rest
@@ -232,24 +231,24 @@ def _json_or_text(value: str) -> Any:
 
 @dataclass
 class CompareCommand(Command):
-    """Compare algorithms or settings over several seeds: one table, one picture.
+    """Compare algorithms or settings over several seeds, in a table and a plot.
 
       ascent compare lecture --algorithms reinforce,rloo,grpo
       ascent compare sort --setting "--algorithm grpo --loss.high 0.28" --setting
           "--algorithm dapo" --seeds 8 --steps 200
 
-    Every other flag of `ascent train TASK` applies to all of them.
+    The other flags of `ascent train TASK` apply to all of them.
     """
 
     accepts_other_flags = True
     task: str
-    """It comes first: ascent compare lecture --algorithms reinforce,rloo,grpo."""
+    """The task. It comes first."""
     algorithms: Annotated[str, "NAME,NAME,…"] = ""
     """Named algorithms, separated by commas."""
     setting: Annotated[list[str], '"FLAGS"'] = field(default_factory=list)
     """Flags of `ascent train`, quoted as one argument; may be repeated: --setting "--algorithm grpo --lr 0.01"."""
     seeds: Annotated[str, "N|N,N,…"] = "5"
-    """How many seeds (0, 1, …), or which ones, separated by commas: 3,5,8."""
+    """Number of seeds (0, 1, …), or the seeds, separated by commas: 3,5,8."""
     out: Path | None = None
     """Folder of the comparison. Default: runs/<date>-compare-<task>."""
     jobs: int = 0
@@ -265,7 +264,7 @@ class CompareCommand(Command):
         print(f"\nCurves: {draw_comparison(runs, out / 'compare.png', len(seeds))}\nNumbers: {out / 'compare.json'}")
 
     def _configs(self) -> dict[str, Config]:
-        """The config of every setting that is compared, by its name in the table."""
+        """Return the config of each setting by its name in the table."""
         settings = [["--algorithm", name.strip()] for name in self.algorithms.split(",") if name.strip()]
         for text in self.setting:
             try:
@@ -299,33 +298,33 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def row_notes(configs: Mapping[str, Config]) -> list[str]:
-    """What a row brings that other rows of the comparison have otherwise: it can do nothing else."""
+    """Return notes on plain settings that a row sets because its loss or update requires them."""
     notes = []
     for name, config in configs.items():
         needs = row_needs(config.algorithm.loss, config.algorithm.update)
-        brought = {key: {getattr(other, key) for other in configs.values()} - {value} for key, value in needs.items()}
-        flags = [f"{PLAIN[key].flag} {needs[key]} (others: {min(rest)})" for key, rest in brought.items() if rest]
-        notes += [f"{name} needs {' and '.join(flags)}, and has it here."] if flags else []
+        others = {key: {getattr(other, key) for other in configs.values()} - {value} for key, value in needs.items()}
+        flags = [f"{PLAIN[key].flag} {needs[key]} (others: {min(rest)})" for key, rest in others.items() if rest]
+        notes += [f"{name} requires {' and '.join(flags)}."] if flags else []
     return notes
 
 
 def comparison_table(result: Mapping[str, Any], seeds: int) -> list[str]:
-    """The table, in words that a person reads."""
+    """Return the lines of the table."""
     titles = {"exact/reward": "E[R]", "eval/reward": "held-out reward", "eval/accuracy": "exactly right"}
-    shown = [m for m in titles if all(m in row for row in result.values())]
-    shown = [m for m in shown if not (m == "eval/reward" and "exact/reward" in shown)]
-    head = ["setting", *(title for m in shown for title in (titles[m], "to the first")), "silent groups", *COSTS]
+    metrics = [m for m in titles if all(m in row for row in result.values())]
+    metrics = [m for m in metrics if not (m == "eval/reward" and "exact/reward" in metrics)]
+    head = ["setting", *(title for m in metrics for title in (titles[m], "to the first")), "silent groups", *COSTS]
     rows = []
     for name, row in result.items():
         cells = [name]
-        for cell in (row[measure] for measure in shown):
+        for cell in (row[metric] for metric in metrics):
             gap = _pair(cell["difference"], cell["difference_half"], sign=True) if "difference" in cell else "—"
             cells += [_pair(cell["mean"], cell["half"]), gap]
         cells.append(f"{row['frac_reward_zero_std']['mean']:.0%}" if "frac_reward_zero_std" in row else "—")
         rows.append([*cells, *(_cost(row[cost], row[f"{cost}_half"]) for cost in COSTS)])
     text = table(head, rows)
-    if len(text[0]) > width():  # two tables below each other: measures, and costs
-        cut = 1 + 2 * len(shown)
+    if len(text[0]) > width():  # two tables: metrics, then costs
+        cut = 1 + 2 * len(metrics)
         text = [*table(head[:cut], [row[:cut] for row in rows]), ""]
         text += table([head[0], *head[cut:]], [[row[0], *row[cut:]] for row in rows])
     note = f"Means over {seeds} seeds ± half of the 95 % interval (Student's t); differences are paired by seed."
@@ -333,7 +332,7 @@ def comparison_table(result: Mapping[str, Any], seeds: int) -> list[str]:
 
 
 def _cost(mean: float, half: float | None) -> str:
-    """1,536, or 12.3 ± 0.4: what differs from seed to seed has an interval."""
+    """Return 1,536, or 12.3 ± 0.4 with an interval if the seeds differ."""
     number = f"{mean:,.0f}" if mean == int(mean) else f"{mean:,.1f}"
     return f"{number} ± {half:,.1f}" if half else number
 

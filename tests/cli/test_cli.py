@@ -178,7 +178,7 @@ def test_list_and_explain(ascent: Any) -> None:
 
 @pytest.fixture(scope="module")
 def course(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The first 20 epochs of the course's run with normalized credit, every response recorded."""
+    """The first 20 epochs of the course's run with normalized advantages, every response recorded."""
     settings = {"preset": "course", "advantage": "normalized", "record_rollouts": "all", "threads": 1}
     settings |= {"steps": 20, "checkpoint_every": 10, "eval_every": 5}
     return api.start(configure("lecture", settings), tmp_path_factory.mktemp("course") / "run", Display())
@@ -188,7 +188,7 @@ LANDMARKS = {
     "raw": (1.164, 1.061, 2.333, 2.667, 2.667),
     "centered": (0.029, -0.235, 2.333, 3.333, 3.333),
 }
-"""SPEC, section 3: the loss at updates 0 and 9; the mean reward in epochs 0, 50 and 99. Those of the third credit,
+"""SPEC, section 3: the loss at updates 0 and 9; the mean reward in epochs 0, 50 and 99. Those of the third advantage,
 normalized, are for tests/test_benchmarks.py (`make smokes`), which looks at the same run more closely."""
 
 
@@ -378,10 +378,11 @@ def test_show_step_prints_what_was_sampled(ascent: Any, course: Run) -> None:
     ]
     printed = [line for text in groups for line in text.splitlines()[1:]]
     for line, row in zip(printed, rows, strict=True):
-        response, reward, credit, logp = re.match(r"  (\[.*?\])  reward (\S+)  δ (\S+)  logp ([-\d. ]+)", line).groups()  # type: ignore[union-attr]
+        pattern = r"  (\[.*?\])  reward (\S+)  A (\S+)  logp ([-\d. ]+)"
+        response, reward, advantage, logp = re.match(pattern, line).groups()  # type: ignore[union-attr]
         assert response == "[" + " ".join(map(str, row["response"])) + "]"
         assert float(reward) == row["reward"]
-        assert float(credit) == pytest.approx(row["advantage"][0], abs=5e-4)
+        assert float(advantage) == pytest.approx(row["advantage"][0], abs=5e-4)
         assert [float(x) for x in logp.split()] == pytest.approx(row["logp_old"], abs=5e-4)
     assert json.loads(ascent("show", course.folder, "--step", 15, "--json").out) == rows
     for group in range(3):

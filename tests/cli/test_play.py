@@ -15,7 +15,7 @@ import pytest
 
 import ascent
 from ascent.cli.main import main
-from ascent.cli.play import Terminal, _stand_in
+from ascent.cli.play import Terminal, _person_factory
 from ascent.workflows.loaded_policy import model_policy
 from tests.language import write_tiny
 
@@ -130,7 +130,7 @@ def test_an_environment_of_a_file_is_played_and_the_last_turn_is_graded(play: Pl
     world = f"python:{place / 'worlds.py'}:Talk"
     _, shown, _ = play(*task(place, "--environment", world), typed="hello\n\nyou\nit is 3\n")
     assert "prompt       1 + 2?" in shown and "environment  hint 5" in shown and "heard hello" in shown
-    assert "a turn has words. Nothing was sent" in shown and "· turn 3: reward 0.7, three turns" in shown
+    assert "a turn must not be empty. Nothing was sent" in shown and "· turn 3: reward 0.7, three turns" in shown
     assert "Total reward 2.5: 3 turns (0.5, 0.3, 0.7), and 1 for the answer (answered 3)." in shown.replace("\n  ", " ")
     _, shown, _ = play(*task(place, "--environment", world, "--max-turns", "2"), typed="a\nb\nc\n")
     assert "The episode is over: the limit of 2 turns." in shown
@@ -184,7 +184,11 @@ def test_a_person_answers_a_policy_and_pays_for_its_turns(play: Play, run: Path)
     typed = "higher\n/reward x\n/reward 0.5\n\nlower\n/what\n/end 1\n"
     _, shown, _ = play(run, "--as", "environment", "--seed", 3, typed=typed)
     assert "The right answer: 3" in shown and shown.count("\n  policy ") == 3
-    assert shown.count("Nothing was sent") == 3 and "'x': a reward is a number" in shown and "/what: there are" in shown
+    assert (
+        shown.count("Nothing was sent") == 3
+        and "'x': a reward must be a number" in shown
+        and "/what: use /reward X" in shown
+    )
     assert shown.endswith("The episode is over: you ended it.\n  Total reward 1.5: 3 turns (0, 0.5, 1).\n")
     assert "The input is over" in play(run, "--as", "environment", "--seed", 3, typed="higher\n")[1]
 
@@ -210,7 +214,9 @@ def test_a_person_sends_no_empty_answer_and_sees_a_turn_that_was_cut_off(
 ) -> None:
     how = ["--model", str(write_tiny(tmp_path / "tiny")), "--as", "environment", "--turn-tokens", "9"]
     _, shown, _ = play(*task(place, *how, "--max-tokens", "40"), typed="welcome\n  \n/end 2\n")
-    assert "an answer has words; /end ends the episode. Nothing was sent" in shown and "1 turn (2)." in shown
+    assert (
+        "an observation must not be empty; /end ends the episode. Nothing was sent" in shown and "1 turn (2)." in shown
+    )
     _, shown, _ = play(*task(place, *how, "--max-tokens", "9"), typed="welcome\n")
     assert shown.count("\n  policy ") == 1 and "1 turn (0)." in shown, "a limit of tokens ends it before an answer"
     _, shown, _ = play(*task(place, *how, "--max-tokens", "12"), typed="welcome\nyes\n")
@@ -225,7 +231,7 @@ def test_a_person_answers_the_calls_of_a_policy(
     settings = {"tools": ("calculator",), "max_prompt": 700}
     loaded = model_policy(str(write_tiny(tmp_path / "tiny")), f"jsonl:{place / 'sums.jsonl'}", settings)
     with closing(loaded.unscored_task()) as bound:
-        environment = _stand_in(loaded.config.task, bound, True, Terminal(colour=False))()
+        environment = _person_factory(loaded.config.task, bound, True, Terminal(colour=False))()
         step = environment.step('<call>calculator {"expression": "3+4"}</call>')
     assert "seven" in str(step.observation) and not step.done
     shown = capsys.readouterr().out
@@ -238,19 +244,20 @@ def test_a_person_answers_the_calls_of_a_policy(
 def test_a_policy_of_one_turn_takes_no_answer(play: Play, tmp_path: Path) -> None:
     ascent.train("sort", out=tmp_path / "sort", steps=1, prompts=2, eval_prompts=2, show=False)
     assert (
-        "sort has one turn: the policy takes no answer" in play(tmp_path / "sort", "--as", "environment", status=2)[2]
+        "sort has one turn: the policy reads no observation"
+        in play(tmp_path / "sort", "--as", "environment", status=2)[2]
     )
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["sort"], "sort has one turn"),
+        (["sort"], "sort has no environment"),
         (["guess", "--as", "environment"], "name the policy to play with, its folder"),
         (["textarena:Nim", "--as", "environment"], "name the policy to play with, --model FOLDER"),
-        (["guess", "--model", "x"], "you take the policy's part"),
+        (["guess", "--model", "x"], "you play the policy"),
         (["guess", "--as", "nobody"], "it has to be one of policy, environment"),
-        (["guess", "--json"], "a game is for people"),
+        (["guess", "--json"], "`ascent play` is interactive"),
         (["guess", "--steps", "3"], "ascent play has no such flag"),
         (["nothing"], "no such task"),
     ],
@@ -261,7 +268,7 @@ def test_what_cannot_be_played_is_refused(args: list[str], words: str, play: Pla
 
 def test_a_run_is_played_with_its_own_settings(play: Play, run: Path) -> None:
     assert "found with question 1" in play(run, "--seed", 3, typed="3\n")[1]
-    assert "a run has its task" in play(run, "--numbers", 5, status=2)[2]
+    assert "a run already has a task" in play(run, "--numbers", 5, status=2)[2]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from language import model_of, prompts_of, sampler_of
 from torch import Tensor
 
 import ascent
-from ascent.cli.cluster import pass_on
+from ascent.cli.cluster import forward_output
 from ascent.cli.main import main
 from ascent.core.errors import RunError
 from ascent.core.protocols import RolloutRequest
@@ -351,7 +351,7 @@ def test_the_command_prints_what_the_samplers_of_a_run_did(
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_learners_output_is_passed_on_to_the_same_stream(stream: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pass_on(stream, b"step 1 \xff\n")
+    forward_output(stream, b"step 1 \xff\n")
     out, err = capsys.readouterr()
     assert (out, err) == (("step 1 \ufffd\n", "") if stream == "stdout" else ("", "step 1 \ufffd\n"))
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from ascent.cli.runs import COLUMNS, FIRST_TO_GO
+from ascent.cli.runs import METRIC_COLUMNS, OPTIONAL_COLUMNS
 from ascent.runs.display.terminal import BOARD, SHOWN, board, numbers
 from ascent.runs.metrics import CHART_METRICS, CHARTS, short_name
 
 
 def test_the_terminal_shows_metrics_of_the_table_under_its_names() -> None:
     on_board = [key for cells in BOARD.values() for key in cells]
-    assert {*SHOWN, *on_board} <= set(CHART_METRICS) and {*COLUMNS} <= {
+    assert {*SHOWN, *on_board} <= set(CHART_METRICS) and {*METRIC_COLUMNS} <= {
         *CHART_METRICS,
         "step",
         "trust_region/kl",
     }
-    assert {*FIRST_TO_GO} <= {short_name(key) for key in COLUMNS}
-    for shown in (SHOWN, COLUMNS, *BOARD.values()):
+    assert {*OPTIONAL_COLUMNS} <= {short_name(key) for key in METRIC_COLUMNS}
+    for shown in (SHOWN, METRIC_COLUMNS, *BOARD.values()):
         assert len({short_name(key) for key in shown}) == len(shown), "no two are called the same"
     words = {metric.name: metric.short for chart in CHARTS for metric in chart.series}
     assert numbers(dict.fromkeys(SHOWN, 0.5), 1000) == "  ".join(f"{words[key]} 0.500" for key in SHOWN)

@@ -380,7 +380,7 @@ def test_what_cannot_be_planned_is_refused_in_words(plan: Any, tmp_path: Path) -
     model = ("--model", folder)
     cases: list[tuple[tuple[Any, ...], str]] = [
         ((), "TASK is missing"),
-        (("sort",), "plans are for language models"),
+        (("sort",), "a plan needs a language model"),
         (("gsm8k",), "--model is missing"),
         (("gsm8k", "--model", tmp_path / "nowhere"), "no such folder"),
         (("gsm8k", "--model", tmp_path / "empty"), "no config.json"),
