@@ -190,7 +190,7 @@ def test_a_person_answers_a_policy_and_pays_for_its_turns(play: Play, run: Path)
         and "/what: use /reward X" in shown
     )
     assert shown.endswith("The episode is over: you ended it.\n  Total reward 1.5: 3 turns (0, 0.5, 1).\n")
-    assert "The input is over" in play(run, "--as", "environment", "--seed", 3, typed="higher\n")[1]
+    assert "The input has ended" in play(run, "--as", "environment", "--seed", 3, typed="higher\n")[1]
 
 
 @pytest.mark.long
