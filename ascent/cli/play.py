@@ -21,7 +21,7 @@ from ascent.core.types import Prompts
 from ascent.environments.episode_pool import EpisodePool, InProcessEpisodePool
 from ascent.environments.episode_process import Source
 from ascent.environments.tool_chat import tool_instruction
-from ascent.environments.tools import Tools, load_tool, schemas_of
+from ascent.environments.tools import Tools, load_tool, parse_tool_counts, schemas_of
 from ascent.processes.supervisor import Limits
 from ascent.rewards.grading import Grading
 from ascent.rollout.conversations import GLANCE, EnvironmentPool, make_environment_source, problem_seed
@@ -183,7 +183,7 @@ def take_turns(episode: PlayedEpisode, seed: int, terminal: Terminal, rewards: l
         rewards.append(step.reward)
         if observation := episode.show_observation(step.observation):
             terminal.show_turn(episode.answered_by, observation)
-        counts = read_counts(step.reason)
+        counts = parse_tool_counts(step.reason)
         about = f", {calls_words(counts)}" if counts else f", {step.reason}" if step.reason else ""
         terminal.note(f"· turn {len(rewards)}: reward {step.reward:.3g}{about}")
         if step.done or len(rewards) == episode.max_turns:
