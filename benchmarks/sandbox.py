@@ -24,10 +24,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ascent.sandbox.escape_tests import ATTEMPTS, try_all
-from ascent.sandbox.isolation import IsolationError, choose
+from ascent.sandbox.escape_tests import ESCAPE_TESTS, run_escape_tests
+from ascent.sandbox.isolation import IsolationError, choose_isolation
 from ascent.sandbox.program_judge import CodeProblem, ProgramJudge
-from ascent.sandbox.sandbox import BoxLimits, JobEndedError, Sandbox
+from ascent.sandbox.sandbox import JobEndedError, Sandbox, SandboxLimits
 from ascent.tasks.text.code_problems import read_humaneval
 from benchmarks.common import close, show
 
@@ -35,7 +35,7 @@ KINDS = ("bubblewrap", "landlock")
 NOBODY = 65534
 MILLISECONDS = 6.0
 SESSION = "ascent.sandbox.python_session:serve_session"
-PATIENT = BoxLimits(seconds=60.0)
+PATIENT = SandboxLimits(seconds=60.0)
 TESTS = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(3) == 6\n"
 SAYS = "V{\"passed\": 2, \"total\": 2, \"why\": \"\"}"  # fmt: skip
 WRITES = "    for n in range(3, 64):\n        try: os.write(n, {words!r})\n        except OSError: pass\n"
@@ -64,17 +64,19 @@ CHEATS = {
 def attempts_as(user: int | None, kind: str) -> dict[str, Any] | None:
     """What became of the attempts, as this user or as another in a process of its own. None: it cannot be tried."""
     if user is None:
-        words, results = try_all(kind)
-        return {"walls": words, "results": [[r.attempt.kind, r.attempt.name, r.held, r.how] for r in results]}
+        words, results = run_escape_tests(kind)
+        return {"walls": words, "results": [[r.test.kind, r.test.name, r.is_contained, r.how] for r in results]}
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         package = Path(folder, "ascent")  # a copy that the user can read, of what needs no other package
         shutil.copytree(Path(__file__).parents[1] / "ascent" / "sandbox", package / "sandbox")
         shutil.copy(Path(__file__).parents[1] / "ascent" / "__init__.py", package)
         code = (
-            f"import json, sys; sys.path.insert(0, {folder!r}); from ascent.sandbox.escape_tests import try_all; "
-            f"w, rs = try_all({kind!r}); "
-            "print(json.dumps({'walls': w, 'results': [[r.attempt.kind, r.attempt.name, r.held, r.how] for r in rs]}))"
+            f"import json, sys; sys.path.insert(0, {folder!r}); "
+            "from ascent.sandbox.escape_tests import run_escape_tests; "
+            f"w, rs = run_escape_tests({kind!r}); "
+            "rows = [[r.test.kind, r.test.name, r.is_contained, r.how] for r in rs]; "
+            "print(json.dumps({'walls': w, 'results': rows}))"
         )  # fmt: skip
         for python in dict.fromkeys((os.path.realpath(sys.executable), "/usr/bin/python3")):
             try:
@@ -109,14 +111,14 @@ def try_attempts(kinds: list[str]) -> tuple[int, int, list[str]]:
             for _, attempt, ok, how in found["results"]:
                 if not ok:
                     print(f"GOT OUT: {kind} as {name}: {attempt}: {how}")
-    show(["walls", "as", *dict.fromkeys(each.kind for each in ATTEMPTS)], rows)
+    show(["walls", "as", *dict.fromkeys(each.kind for each in ESCAPE_TESTS)], rows)
     return tried, held, missing
 
 
-def passes_beside(box: Sandbox, program: str) -> bool:
+def passes_beside(sandbox: Sandbox, program: str) -> bool:
     """Does it pass where tests run beside it, by the exit status or by what is raised?"""
     try:
-        with box.job() as job:
+        with sandbox.job() as job:
             answer = job.ask({"code": f"{program}\n{TESTS}\ncheck(f)\n"})
             return not (isinstance(answer, dict) and "Error" in str(answer.get("text")))
     except JobEndedError as ended:
@@ -126,10 +128,10 @@ def passes_beside(box: Sandbox, program: str) -> bool:
 def try_cheats(kind: str) -> tuple[int, int]:
     """How many cheats were held, and how many of them are real."""
     held = real = 0
-    with Sandbox(SESSION, PATIENT, kind=kind) as box, closing(ProgramJudge(PATIENT, kind)) as judge:
+    with Sandbox(SESSION, PATIENT, kind=kind) as sandbox, closing(ProgramJudge(PATIENT, kind)) as judge:
         assert judge(CodeProblem("f", (TESTS,)), ["def f(x): return 2 * x"]).right
         for name, program in CHEATS.items():
-            verdict, naive = judge(CodeProblem("f", (TESTS,)), [program]), passes_beside(box, program)
+            verdict, naive = judge(CodeProblem("f", (TESTS,)), [program]), passes_beside(sandbox, program)
             held, real = held + (not verdict.right), real + naive
             print(f"cheat {name}: {'PASSED' if verdict.right else 'held'} ({verdict.why or 'passes'}); beside: {naive}")
     return held, real
@@ -154,12 +156,12 @@ def solve_humaneval(kind: str, every: int) -> tuple[int, int, int]:
 def time_jobs(kind: str, jobs: int) -> tuple[float, int]:
     """The median time of a job in milliseconds, and how many processes, files and descriptors all of them left."""
     times = []
-    with tempfile.TemporaryDirectory() as folder, Sandbox(SESSION, PATIENT, kind=kind) as box:
-        box.start()
+    with tempfile.TemporaryDirectory() as folder, Sandbox(SESSION, PATIENT, kind=kind) as sandbox:
+        sandbox.start()
         before = _left(folder)
         for number in range(jobs):
             began = time.perf_counter()
-            with box.job() as job:
+            with sandbox.job() as job:
                 job.ask({"code": f"x = {number}\nx + 1"})
             times.append(1000 * (time.perf_counter() - began))
         return median(times), sum(abs(a - b) for a, b in zip(_left(folder), before, strict=True))
@@ -181,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     kinds, absent = [], []
     for kind in KINDS:
         try:
-            choose(kind)
+            choose_isolation(kind)
             kinds.append(kind)
         except IsolationError as error:
             absent.append(f"{kind}: {error}")

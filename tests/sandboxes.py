@@ -15,11 +15,11 @@ FORBIDDEN, NO_LANDLOCK = "bubblewrap does not work here", "this kernel has no La
 MISSING_WALLS = (NO_BUBBLEWRAP, FORBIDDEN, NO_LANDLOCK)
 
 
-def need_walls(kind: str) -> str:
+def need_isolation(kind: str) -> str:
     """The test is left out where these walls cannot be. Where CI=true, bubblewrap has to be installed."""
     if kind == "bubblewrap" and shutil.which("bwrap") is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(NO_BUBBLEWRAP)
-    if kind == "bubblewrap" and (trouble := isolation.bubblewrap_trouble()):
+    if kind == "bubblewrap" and (trouble := isolation.bubblewrap_error()):
         pytest.skip(f"{FORBIDDEN}: {trouble}")
     if kind == "landlock" and not kernel_isolation.landlock_version():
         pytest.skip(NO_LANDLOCK)

@@ -42,7 +42,7 @@ from ascent.models.causal_lm import GIVEN, LanguageModel, is_mixed, pick_device
 from ascent.rewards.grading import rate_responses, self_test
 from ascent.rewards.tokenized_task import OfflineTextTask, TokenizedTask
 from ascent.rollout.conversations import bind_text_environment
-from ascent.sandbox.sandboxed_reward import check_walls
+from ascent.sandbox.sandboxed_reward import check_isolation
 from ascent.tasks.reward_sources import FUNCTIONS
 from ascent.training.fsdp import ShardedLearner
 from ascent.training.language_learner import LanguageCritic, LanguageLearner, load_params
@@ -252,7 +252,7 @@ class LanguageBackend(Backend):
             if not config.task.agent:  # how long agents take, short trials of the model do not say
                 report_seconds(config, learner, task, probe, sample, report)
         if config.task.sandboxed:
-            report.lines.append(f"sandbox    {check_walls(config.task.sandbox_settings).words()}")
+            report.lines.append(f"sandbox    {check_isolation(config.task.sandbox_settings).describe()}")
         report.lines += [f"data       {line}" for line in task.report()]
         return report
 

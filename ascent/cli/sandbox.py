@@ -8,8 +8,8 @@ from typing import Literal
 
 from ascent.cli.flags import Command
 from ascent.core.errors import ConfigError
-from ascent.sandbox.escape_tests import LIMITS, try_all
-from ascent.sandbox.isolation import IsolationError, choose
+from ascent.sandbox.escape_tests import LIMITS, run_escape_tests
+from ascent.sandbox.isolation import IsolationError, choose_isolation
 from ascent.sandbox.sandbox import Sandbox, SandboxError
 
 TIMED_JOBS = 50
@@ -34,35 +34,35 @@ class SandboxCommand(Command):
         num_escapes = 0
         for kind in kinds:
             try:
-                walls = choose(kind)
-                words, results = try_all(kind)
+                isolation = choose_isolation(kind)
+                words, results = run_escape_tests(kind)
             except (IsolationError, SandboxError) as error:
                 missing.append(f"{kind:<12}{error}")
                 continue
             print(f"{kind:<12}{words}; one job takes {_milliseconds(kind):.1f} ms")
-            if not walls.folder:
+            if not isolation.folder:
                 print(f"{'':<12}no folder to write in")
-            tried = Counter(result.attempt.kind for result in results)
-            held = Counter(result.attempt.kind for result in results if result.held)
+            tried = Counter(result.test.kind for result in results)
+            held = Counter(result.test.kind for result in results if result.is_contained)
             print(f"{'':<12}held: " + ", ".join(f"{each} {held[each]} of {tried[each]}" for each in tried))
-            for result in [result for result in results if not result.held]:
+            for result in [result for result in results if not result.is_contained]:
                 num_escapes += 1
-                print(f"{'':<12}ESCAPED: {result.attempt.kind}, {result.attempt.name}: {result.how}")
+                print(f"{'':<12}ESCAPED: {result.test.kind}, {result.test.name}: {result.how}")
         print(*missing, sep="\n", end="\n" if missing else "")
         if len(missing) == len(kinds):
             raise ConfigError("there is no sandbox here: tasks that run code are refused, unless --sandbox none is set")
-        print(f"{'used':<12}{choose(self.sandbox).words()}")
+        print(f"{'used':<12}{choose_isolation(self.sandbox).describe()}")
         return 1 if num_escapes else None
 
 
 def _milliseconds(kind: str) -> float:
     """Return the median time of a job, from its start until its processes have ended."""
     times = []
-    with Sandbox("ascent.sandbox.python_session:serve_session", LIMITS, kind=kind) as box:
-        box.start()
+    with Sandbox("ascent.sandbox.python_session:serve_session", LIMITS, kind=kind) as sandbox:
+        sandbox.start()
         for _ in range(TIMED_JOBS):
             began = time.perf_counter()
-            with box.job() as job:
+            with sandbox.job() as job:
                 job.ask({"code": "1 + 1"}, 30.0)
             times.append(1000 * (time.perf_counter() - began))
     return median(times)

@@ -7,10 +7,10 @@ crashes its session or takes too long ends it; the model reads so, and its next 
 import functools
 import time
 
-from ascent.sandbox.sandbox import BoxJob, BoxLimits, JobEndedError, Sandbox, SandboxError
-from ascent.sandbox.sandboxed_reward import SHARE, SandboxSettings
+from ascent.sandbox.sandbox import JobEndedError, Sandbox, SandboxError, SandboxJob, SandboxLimits
+from ascent.sandbox.sandboxed_reward import JOB_TIME_FRACTION, SandboxSettings
 
-GUEST = "ascent.sandbox.python_session:serve_session"
+ENTRY_POINT = "ascent.sandbox.python_session:serve_session"
 LOADED = "math random re collections itertools functools statistics fractions datetime json"
 CALLS = 20
 """Calls of an episode that may take as long as one may: more computing ends its session."""
@@ -26,11 +26,13 @@ def python(code: str) -> str:  # noqa: ARG001 (it is what a model is told)
 
 
 @functools.cache
-def shared_box(settings: SandboxSettings) -> Sandbox:
+def shared_sandbox(settings: SandboxSettings) -> Sandbox:
     """The sandbox of all sessions. Episodes are forks of the process that has started it."""
-    seconds = settings.seconds * SHARE
-    limits = BoxLimits(seconds, settings.memory, cpu=CALLS * seconds)
-    return Sandbox(GUEST, limits, {"imports": LOADED.split()}, settings.kind, settings.readable, settings.packages)
+    seconds = settings.seconds * JOB_TIME_FRACTION
+    limits = SandboxLimits(seconds, settings.memory, cpu=CALLS * seconds)
+    return Sandbox(
+        ENTRY_POINT, limits, {"imports": LOADED.split()}, settings.kind, settings.readable, settings.packages
+    )
 
 
 class PythonSession:
@@ -38,16 +40,16 @@ class PythonSession:
 
     def __init__(self, settings: SandboxSettings):
         self.settings = settings
-        self.job: BoxJob | None = None
+        self.job: SandboxJob | None = None
         self.until = 0.0
 
     def begin_turn(self) -> None:
         """All calls of a turn share its seconds."""
-        self.until = time.monotonic() + self.settings.seconds * SHARE
+        self.until = time.monotonic() + self.settings.seconds * JOB_TIME_FRACTION
 
     def run(self, code: str) -> str:
         if self.job is None:
-            self.job = shared_box(self.settings).job()
+            self.job = shared_sandbox(self.settings).job()
         try:
             answer = self.job.ask({"code": code}, max(0.0, self.until - time.monotonic()))
             return str(answer["text"]) or "(nothing was printed)"

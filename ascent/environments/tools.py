@@ -276,7 +276,7 @@ def make_tools(sources: Sequence[str], schemas: Sequence[Schema], form: str, san
 def prepare_tools(sources: Sequence[str], sandbox: Sequence[Any] = (), **_: Any) -> None:
     """Start what the tools of all episodes share."""
     if "python" in sources:
-        python_tool.shared_box(SandboxSettings(*sandbox)).start()
+        python_tool.shared_sandbox(SandboxSettings(*sandbox)).start()
 
 
 make_tools.prepare = prepare_tools  # type: ignore[attr-defined]

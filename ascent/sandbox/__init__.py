@@ -1,10 +1,10 @@
-"""Where code that nobody trusts runs: without a network, without the host's files, and ended with its job.
+"""Isolated execution of untrusted code: without network, without the host's files, and ended with its job.
 
-    box = Sandbox("ascent.sandbox.python_session:serve_session", BoxLimits(seconds=5))
-    with box.job() as job:
+    sandbox = Sandbox("ascent.sandbox.python_session:serve_session", SandboxLimits(seconds=5))
+    with sandbox.job() as job:
         job.ask({"code": "print(1 + 1)"})
 
-`walls.py` says what this machine has, `box.py` is a sandbox seen from outside and `warm.py` from inside. The rest runs
-in one: programs and their tests (`peer.py`), a session (`session.py`), attempts to get out (`attempts.py`). It imports
-nothing of Ascent, and no torch.
+`isolation.py` chooses what works on this machine, `sandbox.py` is the owner's side and `sandbox_server.py` the fork
+server inside. The rest runs in jobs: programs and their tests (`program_trial.py`, `object_proxies.py`), a Python
+session, sandboxed rewards and escape tests. It imports only `ascent.core` and `ascent.processes`, and no torch.
 """

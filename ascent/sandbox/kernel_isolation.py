@@ -1,6 +1,6 @@
-"""What the kernel is asked for: no new privileges, no capabilities, Landlock, a seccomp filter, limits.
+"""System calls that restrict a process: no new privileges, no capabilities, Landlock, a seccomp filter, limits.
 
-Each is for good: neither this process nor its children can undo it.
+None of them can be undone, neither by this process nor by its children.
 """
 
 import ctypes
@@ -20,13 +20,13 @@ SECCOMP = {"aarch64": 277, "x86_64": 317}
 LISTENING = (8 | 32, 8, 0)  # NEW_LISTENER, WAIT_KILLABLE_RECV
 READ_FILE, WRITE_FILE, READ_DIR, TRUNCATE = 1 << 2, 1 << 1, 1 << 3, 1 << 14
 READ = READ_FILE | READ_DIR
-NOT_WRITTEN = (1 << 0) | (1 << 6) | (1 << 10) | (1 << 11) | (1 << 15)
-"""In a folder to write in there are no programs, devices, and no calls to devices."""
+NOT_WRITABLE = (1 << 0) | (1 << 6) | (1 << 10) | (1 << 11) | (1 << 15)
+"""Landlock rights that a folder to write in does not have: programs, devices and ioctl on devices."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class KernelFeatureError(OSError):
-    """The kernel does not do it, here or at all."""
+    """The kernel does not support this, or forbids it here."""
 
 
 def set_option(option: int, value: int, pointer: int = 0) -> None:
@@ -35,8 +35,8 @@ def set_option(option: int, value: int, pointer: int = 0) -> None:
         raise KernelFeatureError(ctypes.get_errno(), f"prctl {option}: {os.strerror(ctypes.get_errno())}")
 
 
-def close_memory() -> None:
-    """No privilege that a program could bring, and nobody reads this process's memory."""
+def protect_memory() -> None:
+    """Forbid new privileges, and reading the memory of this process."""
     set_option(PR_SET_NO_NEW_PRIVS, 1)
     set_option(PR_SET_DUMPABLE, 0)
 
@@ -55,9 +55,9 @@ class _Program(ctypes.Structure):
 
 
 def install_filter(code: bytes, listens: bool = False) -> list[int]:
-    """Install a filter. `listens`: return a file that tells of the calls which it does not decide, if there can be one.
+    """Install a filter. `listens`: return the listener of its notifications, if the kernel supports one.
 
-    Without such a file these calls fail.
+    Without a listener the calls that need an answer fail.
     """
     buffer = ctypes.create_string_buffer(code, len(code))
     held = _Program(len(code) // 8, ctypes.addressof(buffer))
@@ -69,8 +69,8 @@ def install_filter(code: bytes, listens: bool = False) -> list[int]:
 
 
 def answer_call(listener: int, refused: Iterable[int]) -> int:
-    """Let a system call go on that a listener tells of, or fail it with EAGAIN. Returns its number, if it goes on."""
-    import fcntl  # it is not there on Windows, where this module is imported and never used
+    """Let a notified system call continue, or fail it with EAGAIN. Return its number if it continues, else -1."""
+    import fcntl  # missing on Windows, where this module is imported but not used
 
     notice = bytearray(80)
     try:
@@ -84,19 +84,19 @@ def answer_call(listener: int, refused: Iterable[int]) -> int:
 
 
 def mount_folder(path: str, size: int, inodes: int) -> None:
-    """Mount a file system in memory that holds so many bytes, files and folders: no programs and no devices."""
+    """Mount a file system in memory with these limits, without programs and devices."""
     options = f"size={size},nr_inodes={inodes},mode=700".encode()
     if _LIBC.mount(b"tmpfs", path.encode(), b"tmpfs", ctypes.c_ulong(0b1110), options):
         raise KernelFeatureError(ctypes.get_errno(), f"mount: {os.strerror(ctypes.get_errno())}")
 
 
 def unmount_folder(path: str) -> None:
-    """Unmount it with all that is in it."""
+    """Unmount a file system with all that is in it."""
     _LIBC.umount2(path.encode(), 2)
 
 
 def landlock_version() -> int:
-    """Of Landlock's interface in this kernel; 0: there is none."""
+    """Return the ABI version of Landlock in this kernel; 0: not supported."""
     if sys.platform != "linux" or platform.machine() not in ("aarch64", "x86_64"):
         return 0
     return max(0, _syscall(CREATE_RULESET, None, 0, 1))
@@ -108,10 +108,7 @@ def _syscall(number: int, *arguments: object) -> int:
 
 
 def make_ruleset(readable: Iterable[str], writable: Iterable[str] = (), devices: Iterable[str] = ()) -> int:
-    """A file with rules of Landlock, for `restrict`.
-
-    Only these files and folders; no TCP, and no signal or abstract socket to anybody outside.
-    """
+    """Return a Landlock ruleset for `restrict`: only these files and folders, no TCP, no signals to other processes."""
     version = landlock_version()
     if not version:
         raise KernelFeatureError("this kernel has no Landlock")
@@ -121,7 +118,7 @@ def make_ruleset(readable: Iterable[str], writable: Iterable[str] = (), devices:
     if rules < 0:
         raise KernelFeatureError(ctypes.get_errno(), "landlock_create_ruleset")
     device = READ_FILE | WRITE_FILE | TRUNCATE
-    for paths, access in ((readable, READ), (writable, ~NOT_WRITTEN), (devices, device)):
+    for paths, access in ((readable, READ), (writable, ~NOT_WRITABLE), (devices, device)):
         for path in paths:
             held = os.open(path, os.O_PATH | os.O_CLOEXEC)
             mask = access & files & (~0 if os.path.isdir(path) else device)
@@ -137,9 +134,9 @@ def restrict(rules: int) -> None:
     os.close(rules)
 
 
-def limit(memory: int, cpu: int, disk: int, files: int) -> None:
-    """Bytes of address space (0: no limit), seconds of computing, bytes of a file, files that are open at once."""
-    import resource  # nor is this there on Windows
+def set_limits(memory: int, cpu: int, disk: int, files: int) -> None:
+    """Set limits: address space in bytes (0: none), CPU seconds, bytes of a file, files that are open at once."""
+    import resource  # missing on Windows too
 
     limits = [(resource.RLIMIT_CPU, cpu), (resource.RLIMIT_FSIZE, disk), (resource.RLIMIT_NOFILE, files)]
     limits += [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_SIGPENDING, files)]

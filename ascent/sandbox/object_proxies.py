@@ -1,15 +1,15 @@
-"""A program and its tests, each in a sandbox of its own, and the calls that go between them.
+"""Calls between a program and its tests, which run in two sandboxes.
 
-The tests have a stub in place of the entry point. What it is called with goes to the program as plain data, and what
-the program returns comes back as plain data. So the tests' own assertions judge it, in a process where nothing of the
-program runs, and the program never sees a test. Of what is no data, iterators and functions stay where they are: the
-tests iterate or call them. Where the problem asks for a class, objects stay too: the tests call their methods, and
-compare them with each other, but not with data. Elsewhere an object is refused: it could say yes to any question.
+The tests call a stub in place of the entry point. Its arguments are sent to the program as plain data, and the result
+comes back as plain data. So the assertions of the tests run in a process without any code of the program, and the
+program never sees a test. Iterators and functions are not data: they stay where they are, and the other side uses
+proxies. If the problem asks for a class, its objects stay too: the tests call their methods and compare them with each
+other, but not with data. In other problems an object is refused, because it could claim to equal anything.
 
-Functions that tests pass are called back. Objects of classes that the problem itself defines are copied: their data is
-the program's, their methods the problem's. What the program changed of its arguments is changed in the tests too.
-Exceptions are raised again, by the name of their class; `StopIteration` only where the tests asked for the next item.
-Nothing at the program's end is trusted, this module included: the tests' end refuses what must not be.
+Functions that tests pass are called back. Objects of classes that the problem itself defines are copied: the data comes
+from the program, the methods from the problem. What the program changes in its arguments is changed in the tests too.
+Exceptions are raised again, by the name of their class; `StopIteration` only if the tests asked for the next item.
+Nothing in the program's process is trusted, including this module: the tests' side refuses what is not allowed.
 """
 
 import builtins
@@ -24,21 +24,21 @@ from typing import Any
 from ascent.processes.channel import Channel, ChannelClosedError
 from ascent.sandbox.plain_values import NotPlainDataError, decode, encode
 
-WORDS = 300
+MAX_ERROR_CHARS = 300
 """Characters of an error that are kept."""
 PAIRS = (("lt", "gt"), ("gt", "lt"), ("le", "ge"), ("ge", "le"), ("eq", "ne"), ("ne", "eq"))
 COMPARISONS = {f"__{name}__": f"__{other}__" for name, other in PAIRS}
-"""Asked of the program for two of its objects, never for an object and data. Each has another that can stand for it."""
-NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
-BINARY = [f"__{name}__" for name in NAMES]
-"""With data they are asked only of objects that a test itself has made by calling the entry point, which is a class."""
+"""Comparisons between two objects of the program, never with data, and the reflected one of each."""
+OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+BINARY = [f"__{name}__" for name in OPERATORS]
+"""With data, allowed only for objects that a test has made by calling the entry point, which is a class."""
 SPECIAL: dict[str, tuple[Callable[..., Any], type]] = {
     **{"__len__": (len, int), "__bool__": (bool, bool), "__hash__": (hash, int), "__str__": (str, str)},
     **{"__repr__": (repr, str), "__iter__": (iter, object), "__next__": (next, object)},
     "__enter__": (lambda target: type(target).__enter__(target), object),
     **{name: (getattr(operator, name), object) for name in ("__getitem__", "__setitem__", "__neg__", "__abs__")},
 }
-"""Asked of any object, and the type that the answer has to have."""
+"""Questions that any object answers, and the required type of the answer."""
 QUESTIONS: dict[str, Callable[..., Any]] = {
     "call": lambda target, *args, **named: target(*args, **named),
     "get": getattr,
@@ -51,28 +51,28 @@ QUESTIONS: dict[str, Callable[..., Any]] = {
     **{f"__r{name[2:]}": lambda target, left, name=name: getattr(operator, name)(left, target) for name in BINARY},
 }
 CALLED_BACK = ("call", "__iter__", "__next__")
-"""All that a program may do with what a test passes."""
+"""The only questions that a program may ask of what a test passes."""
 _FUNCTIONS = (
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType),
     *(types.MethodWrapperType, functools.partial, type(functools.lru_cache(len)), operator.itemgetter),
 )
 
 
-class Peer:
-    """One end of the conversation. Either end asks, and answers while it waits for its own answer."""
+class ProxyEndpoint:
+    """One side of the calls. Each side asks, and answers questions while it waits for its own answer."""
 
     def __init__(self, channel: Channel, prefix: bytes = b"", allowed: tuple[str, ...] = tuple(QUESTIONS)):
         self.channel, self.prefix, self.allowed = channel, prefix, allowed
-        self.objects = not prefix
-        """Are objects of the other end taken, and not only its iterators and functions?"""
-        self.asked = 0
-        """Questions so far."""
-        self.held: list[Any] = []
-        """Objects that the other end knows by their numbers. The first is the entry point."""
+        self.accepts_objects = not prefix
+        """Whether objects of the other side are accepted, and not only its iterators and functions."""
+        self.num_asked = 0
+        """Number of questions so far."""
+        self.exported: list[Any] = []
+        """Objects that the other side refers to by index. The first is the entry point."""
         self.classes: dict[str, type] = {}
-        """Classes that the problem defines, by name: both ends have them."""
-        self.compares: type = object
-        """What the problem itself defines of the entry point, if that is a class: it may say how objects compare."""
+        """Classes that the problem defines, by name. Both sides have them."""
+        self.comparison_class: type = object
+        """The problem's own definition of the entry point, if that is a class: it may define how objects compare."""
 
     # ---- values
 
@@ -90,9 +90,9 @@ class Peer:
             return {"~": "copy", "c": cls.__name__, "v": self.pack(dict(vars(value)))}
         if self.prefix and not isinstance(value, (*_FUNCTIONS, Iterator)):
             raise NotPlainDataError(f"a {cls.__name__} cannot be given to a program: it is not plain data")
-        self.held.append(value)
+        self.exported.append(value)
         kind = "iterator" if isinstance(value, Iterator) else "function" if isinstance(value, _FUNCTIONS) else "object"
-        return {"~": kind, "v": len(self.held) - 1, "n": type(value).__name__[:60]}
+        return {"~": kind, "v": len(self.exported) - 1, "n": type(value).__name__[:60]}
 
     def unpack(self, tagged: Any) -> Any:
         return decode(tagged, self._unpack_other)
@@ -103,12 +103,12 @@ class Peer:
                 return FunctionProxy(self, number)
             case {"~": "iterator", "v": int(number)}:
                 return IteratorProxy(self, number)
-            case {"~": "object", "v": int(number)} if self.objects:
+            case {"~": "object", "v": int(number)} if self.accepts_objects:
                 return ObjectProxy(self, number)
             case {"~": "object", "v": int(), "n": name}:
                 raise NotPlainDataError(f"it has a {name!s:.60}, which is not plain data")
-            case {"~": "yours", "v": int(number)} if 0 <= number < len(self.held):
-                return self.held[number]
+            case {"~": "yours", "v": int(number)} if 0 <= number < len(self.exported):
+                return self.exported[number]
             case {"~": "builtin", "v": str(name)} if not self.prefix or isinstance(getattr(builtins, name, 0), type):
                 return getattr(builtins, name)
             case {"~": "copy", "c": str(name), "v": held} if name in self.classes:
@@ -118,8 +118,8 @@ class Peer:
     # ---- questions and answers
 
     def ask(self, what: str, number: int, *args: Any, **named: Any) -> Any:
-        """Do this with an object of the other end, and get the result."""
-        self.asked += 1
+        """Ask a question about an object of the other side, and return the answer."""
+        self.num_asked += 1
         packed = [self.pack(value) for value in args]
         self.channel.write({"ask": what, "of": number, "args": packed, "named": self.pack(named)}, self.prefix)
         while True:
@@ -139,9 +139,9 @@ class Peer:
                 return self.unpack(reply["is"])
 
     def answer(self, question: Mapping[str, Any]) -> None:
-        """Do what the other end asks."""
+        """Answer a question of the other side."""
         try:
-            target, what = self.held[question["of"]], question["ask"]
+            target, what = self.exported[question["of"]], question["ask"]
             if what not in self.allowed or (what == "call" and self.prefix and not isinstance(target, _FUNCTIONS)):
                 raise NotPlainDataError("it asked for what it may not")
             args = [self.unpack(value) for value in question["args"]]
@@ -159,9 +159,9 @@ class Peer:
         self.channel.write(reply, self.prefix)
 
     def _error(self, reply: Mapping[str, Any], what: str) -> Exception:
-        """The exception of the other end, as one of Python's own or of the problem's.
+        """Return the exception of the other side, as a built-in one or one of the problem.
 
-        `StopIteration` would end what iterates in the tests, `all(map(f, cases))`, as if all were well.
+        A `StopIteration` of the program would end an iteration in the tests early, as in `all(map(f, cases))`.
         """
         try:
             arguments = self.unpack(reply.get("args"))
@@ -185,13 +185,13 @@ def _raised(error: BaseException) -> dict[str, Any]:
 
 def exception_words(error: BaseException) -> str:
     try:
-        return f"{type(error).__name__}: {error}"[:WORDS] if str(error) else type(error).__name__
+        return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS] if str(error) else type(error).__name__
     except BaseException:
         return type(error).__name__
 
 
 def _change(value: Any, changed: Any) -> None:
-    """What the program did to an argument, done to the original."""
+    """Apply to the original argument what the program changed."""
     if changed is None or value is changed or type(value) is not type(changed):
         return
     if not isinstance(value, list | dict | set | bytearray | deque):
@@ -202,7 +202,7 @@ def _change(value: Any, changed: Any) -> None:
 
 
 def _copy(cls: type, data: dict[str, Any]) -> Any:
-    """An object of a class that the problem defines, with this data. No attribute hides a method or a special name."""
+    """Return an object of a class of the problem with this data. No attribute hides a method or a special name."""
     made: Any = object.__new__(cls)
     for name, value in data.items():
         of_class = inspect.getattr_static(cls, name, None)
@@ -211,19 +211,19 @@ def _copy(cls: type, data: dict[str, Any]) -> Any:
     return made
 
 
-# ---- an object that stays at the other end --------------------------------------------------------------------
+# ---- an object that stays on the other side --------------------------------------------------------------------
 
 
 class Proxy:
-    """What is at the other end. It is equal to nothing but itself."""
+    """An object on the other side. It equals only itself."""
 
-    _peer: Peer
+    _endpoint: ProxyEndpoint
     _number: int
     _made: bool
 
-    def __init__(self, peer: Peer, number: int, made: bool = False):
-        """`made`: by a test, which called the entry point."""
-        vars(self).update(_peer=peer, _number=number, _made=made)
+    def __init__(self, endpoint: ProxyEndpoint, number: int, made: bool = False):
+        """`made`: a test made it by calling the entry point."""
+        vars(self).update(_endpoint=endpoint, _number=number, _made=made)
 
 
 class FunctionProxy(Proxy):
@@ -240,12 +240,12 @@ class IteratorProxy(Proxy):
 
 
 class ObjectProxy(Proxy):
-    """The entry point, if the problem asks for a class, or an object of the program."""
+    """The entry point, if it is a class, or an object of the program."""
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         result = _ask(self, "call", *args, **named)
         made = self._number == 0 and type(result) is ObjectProxy  # 0 is the entry point
-        return ObjectProxy(self._peer, result._number, made=True) if made else result
+        return ObjectProxy(self._endpoint, result._number, made=True) if made else result
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -261,7 +261,7 @@ class ObjectProxy(Proxy):
         return any(item == each for each in iter(self))
 
     def __exit__(self, cls: type | None, *_: object) -> None:
-        """The program hears that there was an error. It has no say in whether that is raised."""
+        """Tell the program whether there was an error. The error is raised in any case."""
         _ask(self, "__exit__", Exception if cls else None, None, None)
 
     def __instancecheck__(self, value: Any) -> bool:
@@ -270,21 +270,21 @@ class ObjectProxy(Proxy):
 
 
 def _ask(proxy: Proxy, what: str, *args: Any, **named: Any) -> Any:
-    return proxy._peer.ask(what, proxy._number, *args, **named)
+    return proxy._endpoint.ask(what, proxy._number, *args, **named)
 
 
 def _of_type(cls: type, value: Any) -> Any:
-    """What the program answered, if it is what it was asked for."""
+    """Return the answer of the program if it has the required type."""
     if cls is not object and type(value) is not cls:
         raise TypeError(f"the program returned no {cls.__name__}")
     return value
 
 
 def _compare(name: str, left: ObjectProxy, right: Any) -> Any:
-    """By the problem's own class, on copies, if that says how: a method which reads nothing is yet to be written."""
+    """Compare copies by the class of the problem if it defines how; a method that reads no name is only a stub."""
     if type(right) is not ObjectProxy:
         return NotImplemented
-    cls = left._peer.compares
+    cls = left._endpoint.comparison_class
     own = [getattr(getattr(cls, each), "__code__", None) for each in (name, COMPARISONS[name])]
     if any(code and set(code.co_names) - {"NotImplementedError"} for code in own):
         return getattr(operator, name)(_copy(cls, _ask(left, "data")), _copy(cls, _ask(right, "data")))
@@ -304,7 +304,7 @@ for _name, (_, _type) in SPECIAL.items():
 
 
 def define(codes: list[str], name: str) -> dict[str, Any]:
-    """The names that these pieces of the problem define. A piece that is not Python, such as words, is left out."""
+    """Return the names that these parts of the problem define. Parts that are not Python are ignored."""
     scope: dict[str, Any] = {"__name__": name}
     for code in codes:
         try:
@@ -316,6 +316,6 @@ def define(codes: list[str], name: str) -> dict[str, Any]:
 
 
 def classes_of(scope: Mapping[str, Any]) -> dict[str, type]:
-    """The classes that the problem itself defines."""
+    """Return the classes that the problem itself defines."""
     own = scope["__name__"]
     return {name: cls for name, cls in scope.items() if isinstance(cls, type) and cls.__module__ == own}

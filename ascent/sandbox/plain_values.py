@@ -1,7 +1,7 @@
-"""Values of Python as JSON, and back: plain data only, so that nothing of what a program made can act elsewhere.
+"""Encode Python values as JSON and decode them: plain data only, so that no code of a program runs elsewhere.
 
-A list is a list; other kinds have a tag, {"~": "t", "v": …}. What comes back is built of Python's own types, whatever
-class it had: its comparison, its length and its words are Python's.
+A list is a JSON list; other types have a tag, {"~": "t", "v": …}. A decoded value has Python's built-in types, so its
+comparison, length and representation are Python's, whatever class the program used.
 """
 
 import collections
@@ -13,10 +13,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-DEEPEST, LONGEST = 150, 500_000
-"""Of a value: how deep it may be nested, and how many items each part of it may have."""
-LARGE = 1 << 12
-"""Bits of a number from which it is written in hexadecimal: Python refuses to write it in decimal."""
+MAX_DEPTH, MAX_ITEMS = 150, 500_000
+"""How deep a value may be nested, and how many items each container may have."""
+MIN_HEX_BITS = 1 << 12
+"""Bits from which an integer is written in hexadecimal: Python refuses to write very long ones in decimal."""
 Other = Callable[[Any], Any]
 
 _CLASSES: dict[str, tuple[type, Callable[[Any], list[Any]]]] = {
@@ -32,31 +32,31 @@ _CLASSES: dict[str, tuple[type, Callable[[Any], list[Any]]]] = {
     "date": (datetime.date, lambda v: [v.year, v.month, v.day]),
     "timedelta": (datetime.timedelta, lambda v: [v.days, v.seconds, v.microseconds]),
 }
-"""Classes of the library that are data: how each is made again."""
+"""Classes of the standard library that are data, with the arguments that make each object again."""
 NO_DATA: list[type] = []
-"""Classes whose objects are no data, though they may derive from it: what a program was asked to write."""
+"""Classes whose objects are not data even if they derive from it: the class that a program was asked to write."""
 _SIZED = (list, tuple, set, frozenset, dict, str, bytes)
 _TAGS: dict[type, str] = {tuple: "t", set: "s", frozenset: "f"}
 _KINDS: dict[type, str] = {cls: name for name, (cls, _) in _CLASSES.items()}
 
 
 class NotPlainDataError(Exception):
-    """A value that is not plain data, or not the tagged JSON of any."""
+    """A value is not plain data, or is not valid tagged JSON."""
 
 
 def encode(value: Any, other: Other | None = None, depth: int = 0) -> Any:
-    """The value in tagged JSON. What is not data goes to `other`, which returns tagged JSON for it."""
-    if depth > DEEPEST:
-        raise NotPlainDataError(f"it is nested deeper than {DEEPEST}, or contains itself")
+    """Return the value as tagged JSON. `other` encodes what is not data."""
+    if depth > MAX_DEPTH:
+        raise NotPlainDataError(f"it is nested deeper than {MAX_DEPTH}, or contains itself")
     kind = type(value)
-    if value is None or kind is bool or (kind is str and len(value) <= LONGEST):
+    if value is None or kind is bool or (kind is str and len(value) <= MAX_ITEMS):
         return value
     if kind is int:
-        return value if value.bit_length() < LARGE else {"~": "i", "v": hex(value)}
+        return value if value.bit_length() < MIN_HEX_BITS else {"~": "i", "v": hex(value)}
     if kind is float:
         return value if math.isfinite(value) else {"~": "x", "v": repr(value)}
-    if kind in _SIZED and len(value) > LONGEST:
-        raise NotPlainDataError(f"it has {len(value):,} items, and at most {LONGEST:,} are read")
+    if kind in _SIZED and len(value) > MAX_ITEMS:
+        raise NotPlainDataError(f"it has {len(value):,} items, and at most {MAX_ITEMS:,} are read")
     if kind is list:
         return [encode(item, other, depth + 1) for item in value]
     if kind in _TAGS:
@@ -73,7 +73,7 @@ def encode(value: Any, other: Other | None = None, depth: int = 0) -> Any:
 
 
 def _encode_derived(value: Any, other: Other | None, depth: int) -> Any:
-    """What derives from data as that data: a named tuple, a defaultdict, a number of an enumeration or of NumPy."""
+    """Encode what derives from data as that data: a named tuple, a defaultdict, an enum or NumPy number."""
     for cls, plain in _PLAIN.items():
         if isinstance(value, cls) and not isinstance(value, tuple(NO_DATA)):
             return encode(plain(value), other, depth)
@@ -96,13 +96,13 @@ _PLAIN: dict[type, Callable[[Any], Any]] = {
     frozenset: lambda v: frozenset(frozenset.__iter__(v)),
     dict: lambda v: dict(dict.items(v)),
 }
-"""A copy that has the class itself, made without what a derived class defines."""
+"""Make a copy of the base class without calling anything that a derived class defines."""
 
 
 def decode(tagged: Any, other: Other | None = None, depth: int = 0) -> Any:
-    """The value of tagged JSON. What has an unknown tag goes to `other`. Wrong JSON is `NotPlainDataError`."""
-    if depth > 3 * DEEPEST:
-        raise NotPlainDataError(f"it is nested deeper than {DEEPEST}")
+    """Return the value of tagged JSON. `other` decodes unknown tags. Raises NotPlainDataError for wrong JSON."""
+    if depth > 3 * MAX_DEPTH:
+        raise NotPlainDataError(f"it is nested deeper than {MAX_DEPTH}")
     if isinstance(tagged, list):
         return [decode(item, other, depth + 1) for item in tagged]
     if not isinstance(tagged, dict):

@@ -1,7 +1,7 @@
-"""Verdicts on programs, made outside of them: what their tests found, in a sandbox where no program runs.
+"""Judge programs by tests that run in another sandbox than the program.
 
-No exit status and no word that a program prints decides anything. A program that dies, or takes too long, fails the
-tests that are left.
+Neither the exit status nor the output of a program decides anything. A program that dies or is too slow fails the
+remaining tests.
 """
 
 import json
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ascent.processes.channel import poll_channels
-from ascent.sandbox.program_trial import SO_FAR, TO_PROGRAM, VERDICT
-from ascent.sandbox.sandbox import BoxJob, BoxLimits, JobEndedError, Sandbox
+from ascent.sandbox.program_trial import PROGRESS, TO_PROGRAM, VERDICT
+from ascent.sandbox.sandbox import JobEndedError, Sandbox, SandboxJob, SandboxLimits
 
 
 class Verdict(NamedTuple):
-    """What the tests found."""
+    """The result of the tests of a program."""
 
     passed: int
     total: int
-    """0: they did not begin."""
+    """0: the tests did not start."""
     why: str
-    """What was wrong with the program, in words; empty: nothing."""
+    """What is wrong with the program; empty: nothing."""
 
     @property
     def right(self) -> bool:
@@ -36,26 +36,26 @@ class Verdict(NamedTuple):
 
 
 class BrokenTestsError(Exception):
-    """The tests themselves do not run: that is no program's fault."""
+    """The tests themselves do not run, whatever the program does."""
 
 
 @dataclass(frozen=True)
 class CodeProblem:
-    """What a program is judged by."""
+    """A problem and the tests of its programs."""
 
     entry: str
     """The function or class that the tests call."""
     tests: tuple[str, ...]
     prelude: tuple[str, ...] = ()
-    """Code that both the program and the tests have: imports, helpers, classes."""
+    """Code that runs before both the program and the tests: imports, helpers, classes."""
     is_class: bool | None = None
-    """Whether the entry point is a class. None: what the prelude says (`entry_is_class`)."""
+    """Whether the entry point is a class. None: decided by the prelude (`entry_is_class`)."""
 
 
 def entry_is_class(entry: str, codes: Iterable[str]) -> bool:
-    """What the first of these pieces of a problem to define it says; otherwise its name, which has capitals (PEP 8).
+    """Whether the entry point is a class: by its first definition in these codes, otherwise by its name (PEP 8).
 
-    The program is never asked: a class in place of a function could say that it equals whatever is expected.
+    The program itself does not decide: a class in place of a function could claim to equal whatever is expected.
     """
     found = (re.search(rf"^(async def|def|class)\s+{entry}\b", code, re.MULTILINE) for code in codes)
     first = next(filter(None, found), None)
@@ -63,12 +63,12 @@ def entry_is_class(entry: str, codes: Iterable[str]) -> bool:
 
 
 class ProgramJudge:
-    """Two sandboxes, for programs and for tests."""
+    """Two sandboxes, one for programs and one for tests."""
 
     def __init__(
-        self, limits: BoxLimits, kind: str = "auto", readable: Sequence[str] = (), packages: Sequence[str] = ()
+        self, limits: SandboxLimits, kind: str = "auto", readable: Sequence[str] = (), packages: Sequence[str] = ()
     ):
-        """`limits.seconds` is the time of all tests of a program together."""
+        """`limits.seconds` is the time limit of all tests of a program together."""
         self.limits = limits
         self.programs = Sandbox("ascent.sandbox.program_trial:serve_program", limits, None, kind, readable, packages)
         self.tests = Sandbox("ascent.sandbox.program_trial:serve_tests", limits, None, kind, readable, packages)
@@ -82,11 +82,12 @@ class ProgramJudge:
         self.tests.close()
 
     def __call__(self, problem: CodeProblem, programs: Sequence[str]) -> Verdict:
-        """The verdict on the first of these programs that is Python and defines the entry point."""
+        """Judge the first of these programs that is Python and defines the entry point."""
         until = time.monotonic() + self.limits.seconds
         with self.programs.job() as program, self.tests.job() as tests:
-            known = problem.is_class
-            is_class = entry_is_class(problem.entry, problem.prelude) if known is None else known
+            is_class = problem.is_class
+            if is_class is None:
+                is_class = entry_is_class(problem.entry, problem.prelude)
             both = {"prelude": problem.prelude, "entry": problem.entry, "class": is_class}
             asked = json.dumps(both | {"tests": problem.tests}).encode()
             try:
@@ -94,12 +95,12 @@ class ProgramJudge:
                 if isinstance(loaded, dict) and "loaded" in loaded:
                     return _Relay(program, tests, until)(asked)
                 wrong = str(loaded.get("error", ""))[:300] if isinstance(loaded, dict) else ""
-                wrong = f"the program does not run: {wrong or 'it said nothing'}"
+                wrong = f"the program does not run: {wrong or 'it reported no error'}"
             except JobEndedError as ended:
                 wrong = f"the program {ended}"
             return Verdict(0, self._count(tests, asked), wrong)
 
-    def _count(self, tests: BoxJob, asked: bytes) -> int:
+    def _count(self, tests: SandboxJob, asked: bytes) -> int:
         """Return the number of tests without running a program; raises BrokenTestsError if they cannot run."""
         try:
             found = json.loads(tests.ask_bytes(asked)[1:])
@@ -111,25 +112,25 @@ class ProgramJudge:
 
 
 class _Relay:
-    """Hands questions of the tests to the program, and its answers back, until there is a verdict."""
+    """Pass questions of the tests to the program, and its answers back, until there is a verdict."""
 
-    def __init__(self, program: BoxJob, tests: BoxJob, until: float):
+    def __init__(self, program: SandboxJob, tests: SandboxJob, until: float):
         self.program, self.tests, self.until = program, tests, until
-        self.found: dict[str, Any] = {}
+        self.report: dict[str, Any] = {}
 
     def __call__(self, first: bytes) -> Verdict:
         try:
             self.tests.send(first, self.until)
-            while self._tests_said() or self._program_said() or self._wait():
-                if "broken" in self.found:
-                    raise BrokenTestsError(f"the tests do not run: {self.found['broken']}")
-                if "done" in self.found:
+            while self._relay_tests() or self._relay_program() or self._wait():
+                if "broken" in self.report:
+                    raise BrokenTestsError(f"the tests do not run: {self.report['broken']}")
+                if "done" in self.report:
                     return self._verdict("")
         except JobEndedError as ended:
             return self._verdict(str(ended))
         raise AssertionError
 
-    def _tests_said(self) -> bool:
+    def _relay_tests(self) -> bool:
         try:
             line = self.tests.receive()
         except JobEndedError as ended:
@@ -139,11 +140,11 @@ class _Relay:
         kind, body = line[:1], line[1:]
         if kind == TO_PROGRAM:
             self.program.send(body, self.until)
-        elif kind in (SO_FAR, VERDICT):
-            self.found = json.loads(body) | ({"done": True} if kind == VERDICT else {})
+        elif kind in (PROGRESS, VERDICT):
+            self.report = json.loads(body) | ({"done": True} if kind == VERDICT else {})
         return True
 
-    def _program_said(self) -> bool:
+    def _relay_program(self) -> bool:
         try:
             line = self.program.receive()
         except JobEndedError as ended:
@@ -159,8 +160,8 @@ class _Relay:
         return True
 
     def _verdict(self, ended: str) -> Verdict:
-        passed, total = int(self.found.get("passed", 0)), int(self.found.get("total", 0))
-        why = ended or str(self.found.get("why", ""))
+        passed, total = int(self.report.get("passed", 0)), int(self.report.get("total", 0))
+        why = ended or str(self.report.get("why", ""))
         if not why and passed != total:
             why = f"{total - passed} of {total} tests did not run"
         with suppress(OSError):

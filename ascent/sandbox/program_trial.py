@@ -1,8 +1,8 @@
-"""What runs in the two sandboxes of a trial: the program that is judged, and the tests that judge it (`peer.py`).
+"""The entry points of the two sandboxes of a trial: the program that is judged, and the tests that judge it.
 
-Tests are Python of the usual shapes: assertions, `check(candidate)` as in HumanEval, functions `test_…`, and classes of
-`unittest`. Each assertion of the file or of `check`, each such function and each method of such a class is one test. A
-loop with assertions in it is one test too. Where there are none of these, the whole file is one.
+Tests have one of the usual forms: assertions, `check(candidate)` as in HumanEval, functions `test_…`, and `unittest`
+classes. Each assertion of the file or of `check`, each such function and each method of such a class is one test. A
+loop with assertions is one test too. A file without any of these is one test.
 """
 
 import ast
@@ -16,16 +16,18 @@ from types import CodeType
 from typing import Any
 
 from ascent.processes.channel import Channel, ChannelClosedError
-from ascent.sandbox.object_proxies import CALLED_BACK, ObjectProxy, Peer, classes_of, define, exception_words
+from ascent.sandbox.object_proxies import CALLED_BACK, ObjectProxy, ProxyEndpoint, classes_of, define, exception_words
 from ascent.sandbox.plain_values import NO_DATA
 
-TO_PROGRAM, SO_FAR, VERDICT = b"P", b"S", b"V"
-"""How lines of the tests begin: a question for the program, the count up to now, and the end."""
+TO_PROGRAM, PROGRESS, VERDICT = b"P", b"S", b"V"
+"""First byte of a message of the tests: a question for the program, progress, or the final verdict."""
 PROBLEM = "problem"
-"""The name of the module that a problem is, for both."""
-LOADED = "typing math re collections itertools functools heapq bisect string random copy hashlib datetime operator"
-LOADED += " dataclasses enum decimal fractions statistics textwrap"
-"""Modules of the library that most programs want."""
+"""Name of the problem's module in both sandboxes."""
+PRELOADED_MODULES = (
+    "typing math re collections itertools functools heapq bisect string random copy hashlib datetime operator"
+)
+PRELOADED_MODULES += " dataclasses enum decimal fractions statistics textwrap"
+"""Modules of the standard library that most programs import."""
 _PASSED, _FAILED = "__test_passed__", "__test_failed__"
 
 
@@ -39,39 +41,39 @@ def _load(names: list[str]) -> None:
 
 
 def serve_program(settings: dict[str, Any]) -> Callable[[Channel], None]:
-    _load([*LOADED.split(), *settings.get("imports", ())])
+    _load([*PRELOADED_MODULES.split(), *settings.get("imports", ())])
     return run_program
 
 
 def run_program(channel: Channel) -> None:
-    """Load the program, and answer calls of its entry point until the channel is closed."""
-    given = channel.read()
+    """Load the program and answer calls of its entry point until the channel is closed."""
+    request = channel.read()
     try:
-        scope = define(given["prelude"], PROBLEM)
-        scope.pop(given["entry"], None)
+        scope = define(request["prelude"], PROBLEM)
+        scope.pop(request["entry"], None)
         shared = classes_of(scope)
-        exec(choose_program(given["programs"], given["entry"]), scope)
-        entry = scope.get(given["entry"])
+        exec(choose_program(request["programs"], request["entry"]), scope)
+        entry = scope.get(request["entry"])
         if not callable(entry):
-            raise NameError(f"it does not define {given['entry']}")
+            raise NameError(f"it does not define {request['entry']}")
     except BaseException as error:
         channel.write({"error": exception_words(error)})
         return
-    peer = Peer(channel)
-    peer.held.append(entry)
-    NO_DATA.extend([entry] if given["class"] and isinstance(entry, type) else [])
-    peer.classes = {name: cls for name in shared if isinstance(cls := scope.get(name), type)}
+    endpoint = ProxyEndpoint(channel)
+    endpoint.exported.append(entry)
+    NO_DATA.extend([entry] if request["class"] and isinstance(entry, type) else [])
+    endpoint.classes = {name: cls for name in shared if isinstance(cls := scope.get(name), type)}
     channel.write({"loaded": True})
     while True:
         try:
             question = channel.read()
         except ChannelClosedError:
             return
-        peer.answer(question)
+        endpoint.answer(question)
 
 
 def choose_program(programs: list[str], entry: str) -> CodeType:
-    """The first of these programs that is Python and defines the entry point, else the first that is Python."""
+    """Return the first of these programs that is Python and defines the entry point, else the first that is Python."""
     errors: list[SyntaxError] = []
     chosen = None
     for code in programs:
@@ -104,64 +106,64 @@ def _defines(tree: ast.Module, name: str) -> bool:
 
 
 def serve_tests(settings: dict[str, Any]) -> Callable[[Channel], None]:
-    _load([*LOADED.split(), "unittest", *settings.get("imports", ())])
+    _load([*PRELOADED_MODULES.split(), "unittest", *settings.get("imports", ())])
     return run_tests
 
 
 def run_tests(channel: Channel) -> None:
-    """Run the tests on a stub. What they find goes out as a verdict; what is wrong with them, as `broken`."""
-    given = channel.read()
+    """Run the tests on a stub. Send their result as the verdict, or `broken` if they do not run."""
+    request = channel.read()
     trial = Trial(channel)
     try:
-        scope = define(given["prelude"], PROBLEM)
-        trial.peer.classes = classes_of(scope)
-        trial.peer.compares = trial.peer.classes.pop(given["entry"], object)
-        scope[given["entry"]] = scope["candidate"] = trial.stub(given["entry"], given["class"])
-        sources = [ast.parse(source, "<tests>") for source in given["tests"]]
+        scope = define(request["prelude"], PROBLEM)
+        trial.endpoint.classes = classes_of(scope)
+        trial.endpoint.comparison_class = trial.endpoint.classes.pop(request["entry"], object)
+        scope[request["entry"]] = scope["candidate"] = trial.stub(request["entry"], request["class"])
+        sources = [ast.parse(source, "<tests>") for source in request["tests"]]
         units = [split_tests(tree) for tree in sources]
     except ChannelClosedError:
         return
     except BaseException as error:
         return channel.write({"broken": exception_words(error)}, VERDICT)
     trial.total = max(1, sum(units))
-    trial.say(SO_FAR)
+    trial.send(PROGRESS)
     scope |= {_PASSED: trial.passed, _FAILED: trial.failed}
     for tree, count in zip(sources, units, strict=True):
         try:
-            trial.run(tree, count, scope, given["entry"])
+            trial.run(tree, count, scope, request["entry"])
         except ChannelClosedError:
             return
         except BaseException as error:
-            if not trial.peer.asked:  # the program had no part in it
+            if not trial.endpoint.num_asked:  # the program was not called
                 return channel.write({"broken": exception_words(error)}, VERDICT)
             trial.failed(error, "the tests")
-    trial.say(VERDICT)
+    trial.send(VERDICT)
 
 
 class Trial:
-    """The stub of a program, and what the tests have found so far."""
+    """The stub of a program, and the results of its tests so far."""
 
     def __init__(self, channel: Channel):
-        self.channel, self.peer = channel, Peer(channel, TO_PROGRAM, CALLED_BACK)
-        self.right, self.total = 0, 0
+        self.channel, self.endpoint = channel, ProxyEndpoint(channel, TO_PROGRAM, CALLED_BACK)
+        self.num_passed, self.total = 0, 0
         self.why = ""
-        """What the first test that failed says."""
+        """The message of the first test that failed."""
 
     def stub(self, name: str, is_class: bool) -> Any:
-        """What stands for the entry point."""
+        """Return what the tests call in place of the entry point."""
         if is_class:
-            self.peer.objects = True
-            return ObjectProxy(self.peer, 0)
+            self.endpoint.accepts_objects = True
+            return ObjectProxy(self.endpoint, 0)
 
         def stub(*args: Any, **named: Any) -> Any:
-            return self.peer.ask("call", 0, *args, **named)
+            return self.endpoint.ask("call", 0, *args, **named)
 
         stub.__name__ = stub.__qualname__ = name
         return stub
 
     def passed(self) -> None:
-        self.right += 1
-        self.say(SO_FAR)
+        self.num_passed += 1
+        self.send(PROGRESS)
 
     def failed(self, error: BaseException, what: str) -> None:
         if isinstance(error, ChannelClosedError):
@@ -169,29 +171,29 @@ class Trial:
         words = exception_words(error)
         self.why = self.why or (f"{what} fails" + ("" if words == "AssertionError" else f": {words}"))
 
-    def say(self, prefix: bytes) -> None:
-        self.channel.write({"passed": self.right, "total": self.total, "why": self.why}, prefix)
+    def send(self, prefix: bytes) -> None:
+        self.channel.write({"passed": self.num_passed, "total": self.total, "why": self.why}, prefix)
 
     def run(self, tree: ast.Module, count: int, scope: dict[str, Any], entry: str) -> None:
-        """One file of tests. `count` says how many there are in it; 0: it is one itself."""
-        own = dict(scope)
-        exec(compile(tree, "<tests>", "exec"), own)
-        for name, test in test_functions(own, tree):
+        """Run one file of `count` tests; 0: the file itself is one test."""
+        file_scope = dict(scope)
+        exec(compile(tree, "<tests>", "exec"), file_scope)
+        for name, test in test_functions(file_scope, tree):
             try:
                 test()
             except BaseException as error:
                 self.failed(error, name)
             else:
                 self.passed()
-        check = own.get("check")
+        check = file_scope.get("check")
         if callable(check) and not _calls(tree, "check"):
-            check(own[entry])
+            check(file_scope[entry])
         if count == 0:
             self.passed()
 
 
 def split_tests(tree: ast.Module) -> int:
-    """Let each test of this file report by itself, so that those after it run too. How many there are."""
+    """Make each test of this file report its own result, so that the next ones run too. Return their number."""
     count = _wrap(tree.body)
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == "check":
@@ -222,7 +224,7 @@ def _wrap(body: list[ast.stmt]) -> int:
 
 
 def test_functions(scope: dict[str, Any], tree: ast.Module) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The functions `test_…` and the methods of test cases that this file defines."""
+    """Yield the functions `test_…` and the methods of test cases that this file defines."""
     for node in tree.body:
         value = scope.get(getattr(node, "name", ""))
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test") and callable(value):
@@ -234,6 +236,6 @@ def test_functions(scope: dict[str, Any], tree: ast.Module) -> Iterator[tuple[st
 
 
 def _calls(tree: ast.Module, name: str) -> bool:
-    """Does the file itself call this function?"""
+    """Whether the file itself calls this function."""
     calls = [node.value for node in tree.body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
     return any(isinstance(call.func, ast.Name) and call.func.id == name for call in calls)

@@ -1,4 +1,4 @@
-"""A session of Python: code is run, and what it prints and its last value come back. Names are kept until it ends."""
+"""A Python session: runs code and returns its output and last value. Names are kept until the session ends."""
 
 import ast
 import contextlib
@@ -9,13 +9,13 @@ from typing import Any
 
 from ascent.processes.channel import Channel, ChannelClosedError
 
-PRINTED = 20_000
-"""Characters of one call's output that are kept."""
-NAME = "<python>"
+MAX_OUTPUT_CHARS = 20_000
+"""Characters of the output of a call that are returned."""
+FILE_NAME = "<python>"
 
 
 def serve_session(settings: dict[str, Any]) -> Callable[[Channel], None]:
-    """What answers {"code": …} with {"text": …}. The modules of `imports` are loaded beforehand."""
+    """The entry point: jobs answer {"code": …} with {"text": …}. The modules of `imports` are loaded beforehand."""
     for name in settings.get("imports", ()):
         __import__(name)
     return answer_calls
@@ -28,11 +28,11 @@ def answer_calls(channel: Channel) -> None:
             code = channel.read()["code"]
         except ChannelClosedError:
             return
-        channel.write({"text": run_shown(code, scope)})
+        channel.write({"text": run_and_show(code, scope)})
 
 
-def run_shown(code: str, scope: dict[str, Any]) -> str:
-    """What it printed, the value of its last expression, and the error that it ended with."""
+def run_and_show(code: str, scope: dict[str, Any]) -> str:
+    """Return what the code printed, the value of its last expression, and its error."""
     output = Output()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
@@ -47,39 +47,39 @@ def run_shown(code: str, scope: dict[str, Any]) -> str:
 
 
 def run_code(code: str, scope: dict[str, Any]) -> Any:
-    """Run the code. If its last statement is an expression, its value is returned."""
-    tree = ast.parse(code, NAME)
+    """Run the code and return the value of its last statement if that is an expression."""
+    tree = ast.parse(code, FILE_NAME)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, NAME, "exec"), scope)
-    return eval(compile(ast.Expression(last.value), NAME, "eval"), scope) if isinstance(last, ast.Expr) else None
+    exec(compile(tree, FILE_NAME, "exec"), scope)
+    return eval(compile(ast.Expression(last.value), FILE_NAME, "eval"), scope) if isinstance(last, ast.Expr) else None
 
 
 def error_text(error: BaseException) -> str:
-    """An error as Python prints it, without the lines that are ours."""
+    """Format an error as Python prints it, without our stack frames."""
     try:
         trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename != NAME:
+        while trace is not None and trace.tb_frame.f_code.co_filename != FILE_NAME:
             trace = trace.tb_next
         return "".join(traceback.format_exception(type(error), error, trace, limit=-5))
-    except BaseException as worse:  # an error whose own words are broken
-        return f"{type(error).__name__}, and {type(worse).__name__} when asked for its words\n"
+    except BaseException as worse:  # its __str__ raises
+        return f"{type(error).__name__}, and {type(worse).__name__} in its message\n"
 
 
 class Output(io.TextIOBase):
-    """Keeps the first characters of what is printed, and counts the others."""
+    """A stream that keeps the first characters and counts the others."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
-        self.kept = self.left_out = 0
+        self.num_kept = self.left_out = 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
-        part = text[: PRINTED - self.kept]
+        part = text[: MAX_OUTPUT_CHARS - self.num_kept]
         if part:
             self.parts.append(part)
-        self.kept += len(part)
+        self.num_kept += len(part)
         self.left_out += len(text) - len(part)
         return len(text)
 

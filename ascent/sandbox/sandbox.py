@@ -1,7 +1,8 @@
-"""A sandbox seen from outside: it is started on first use, and makes a process for every job in a few milliseconds.
+"""A sandbox, seen from its owner. It starts on first use and forks an isolated process for every job in milliseconds.
 
-A job has one line to its owner, who asks and waits with a deadline. Whatever a job does, its owner gets an answer, or
-`Ended` with the reason. A sandbox that dies is started anew. A fork of its owner may use it; it ends with the owner.
+A job has one channel to its owner, who sends questions and waits for answers with a deadline. Whatever a job does, its
+owner gets an answer, or JobEndedError with the reason. A sandbox that dies is restarted. A fork of its owner may use
+it; it ends with the owner.
 """
 
 import json
@@ -17,116 +18,120 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Self
 
 from ascent.processes.channel import CLOSED, PolledChannel, poll_channels, request_fork
-from ascent.sandbox import isolation as walls_module
+from ascent.sandbox import isolation as isolation_module
 from ascent.sandbox.allowed_packages import allowed_packages
-from ascent.sandbox.isolation import Walls, choose
+from ascent.sandbox.isolation import Isolation, choose_isolation
 
-START = 60.0
-"""Seconds that a sandbox may take to start and to load its guest."""
-ENDING = 10.0
-"""Seconds that it may take to end a job or itself; then it is killed."""
-CLOSING = 100
-"""Milliseconds between the ends of two sockets of a process that dies."""
+START_SECONDS = 60.0
+"""Time limit for a sandbox to start and to load its entry point."""
+END_SECONDS = 10.0
+"""Time limit for a sandbox to end a job or itself; then it is killed."""
+CLOSE_MILLISECONDS = 100
+"""Time between the closing of two sockets of a process that dies."""
 GIB = 1 << 30
 
 
-class BoxLimits(NamedTuple):
+class SandboxLimits(NamedTuple):
     """What a job may use."""
 
     seconds: float = 5.0
     """Wall-clock time of one answer."""
     memory: float = 1.0
-    """GiB of address space; 0: as much as there is."""
+    """GiB of address space; 0: no limit."""
     cpu: float = 0.0
-    """Seconds of computing of the whole job; 0: as many as one answer may take, and one more."""
+    """CPU seconds of the whole job; 0: one more than `seconds`."""
     disk: int = 16 << 20
-    """Bytes of its folder, where it has one."""
+    """Bytes in its folder, if it has one."""
     inodes: int = 4096
     """Files and folders in it."""
     files: int = 64
     """Files that are open at once."""
     threads: int = 128
-    """Threads at once, beside the first."""
+    """Threads at once, besides the main thread."""
     output: int = 1 << 20
     """Bytes of one answer."""
 
 
 class JobEndedError(Exception):
-    """A job is over before it answered: its words say why."""
+    """A job ended before it answered; the message says why."""
 
 
 class SandboxError(Exception):
-    """The sandbox itself does not start, or its walls cannot be put up."""
+    """The sandbox itself does not start, or it cannot isolate a job."""
 
 
 class Sandbox:
-    """Jobs of one guest: MODULE:FUNCTION, whose result for `settings` serves the line of each job (`warm.py`)."""
+    """Jobs of one entry point, MODULE:FUNCTION.
+
+    The function is called once with `settings`, in the fork server (`sandbox_server.py`). What it returns is called in
+    every job, with the channel of the job.
+    """
 
     def __init__(
         self,
-        guest: str,
-        limits: BoxLimits | None = None,
+        entry_point: str,
+        limits: SandboxLimits | None = None,
         settings: Mapping[str, Any] | None = None,
         kind: str = "auto",
         readable: Sequence[str] = (),
         packages: Sequence[str] = (),
     ):
-        """`readable`: files and folders; `packages`: installed packages beside `DEFAULT_PACKAGES`."""
-        self.guest, self.limits, self.settings = guest, limits or BoxLimits(), dict(settings or {})
+        """`readable`: files and folders; `packages`: installed packages in addition to `DEFAULT_PACKAGES`."""
+        self.entry_point, self.limits, self.settings = entry_point, limits or SandboxLimits(), dict(settings or {})
         self.kind, self.readable = kind, tuple(os.path.realpath(path) for path in readable)
         self.packages = tuple(packages)
-        self.walls: Walls | None = None
+        self.isolation: Isolation | None = None
         self._control: socket.socket | None = None
         self._ends: list[Any] = []
-        """What is to be ended, and whose it is: a fork may use its parent's sandbox, but not end it."""
+        """The control socket, the process and its owner: a fork may use its parent's sandbox, but not end it."""
         weakref.finalize(self, _end, self._ends)
 
     def start(self) -> None:
         """Start the sandbox if it is not running. Raises SandboxError, or IsolationError without any isolation."""
         if self._control is not None:
             return
-        walls = choose(self.kind)
+        isolation = choose_isolation(self.kind)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             entries = allowed_packages(self.packages)
-            process = walls_module.start_warm(walls, theirs, entries, self.readable)
+            process = isolation_module.start_server(isolation, theirs, entries, self.readable)
         self._ends[:] = [(ours, process, os.getpid())]
-        ours.settimeout(START)
+        ours.settimeout(START_SECONDS)
         try:
-            ours.send(json.dumps(self._setup(walls)).encode())
+            ours.send(json.dumps(self._setup(isolation)).encode())
             reply = json.loads(ours.recv(1 << 16) or b'{"error": "it ended while it started"}')
         except (OSError, ValueError) as error:
             reply = {"error": str(error)}
         if "ready" not in reply:
             self.close()
-            raise SandboxError(f"the sandbox ({walls.words()}) does not start: {reply.get('error', '')!s:.500}")
-        self._control, self.walls = ours, walls
+            raise SandboxError(f"the sandbox ({isolation.describe()}) does not start: {reply.get('error', '')!s:.500}")
+        self._control, self.isolation = ours, isolation
 
-    def _setup(self, walls: Walls) -> dict[str, Any]:
-        limits, entries, (paths, hidden) = self.limits, allowed_packages(self.packages), walls_module.system_paths()
-        system = [part for path in paths for part in walls_module.paths_around(path, hidden)]
+    def _setup(self, isolation: Isolation) -> dict[str, Any]:
+        limits, entries, (paths, hidden) = self.limits, allowed_packages(self.packages), isolation_module.system_paths()
+        system = [part for path in paths for part in isolation_module.paths_around(path, hidden)]
         cpu = int(limits.cpu or limits.seconds) + 1
         return {
-            "kind": walls.kind,
-            "landlock": walls.landlock,
-            "folder": walls.folder,
+            "kind": isolation.kind,
+            "landlock": isolation.landlock,
+            "folder": isolation.folder,
             "readable": [*system, *entries, *self.readable],
-            "devices": walls_module.filter_existing(walls_module.DEVICES),
-            "packages": [*entries, *(path for path in system if path.startswith(walls_module.STANDARD))],
+            "devices": isolation_module.existing_paths(isolation_module.DEVICES),
+            "packages": [*entries, *(path for path in system if path.startswith(isolation_module.STANDARD_LIBRARY))],
             "space": [limits.disk, limits.inodes],
             "threads": limits.threads,
             "limits": [int(limits.memory * GIB), cpu, limits.disk, limits.files],
-            "guest": self.guest,
+            "entry_point": self.entry_point,
             "settings": self.settings,
         }
 
-    def job(self) -> "BoxJob":
-        """A new job, in a process of its own."""
+    def job(self) -> "SandboxJob":
+        """Start a job in a new process."""
         for again in (True, False):
             self.start()
             assert self._control is not None
             try:
-                return BoxJob(request_fork(self._control), self.limits, self._control)
+                return SandboxJob(request_fork(self._control), self.limits, self._control)
             except OSError as error:  # it has died
                 self.close()
                 if not again:
@@ -134,7 +139,7 @@ class Sandbox:
         raise AssertionError
 
     def close(self) -> None:
-        """End it with everything in it. A job that is asked for afterwards starts it again."""
+        """End the sandbox and all its jobs. A job that is requested afterwards starts it again."""
         self._control = None
         _end(self._ends)
 
@@ -155,16 +160,16 @@ def _end(ends: list[Any]) -> None:
             control.shutdown(socket.SHUT_RDWR)
         control.close()
         try:
-            process.wait(ENDING)
+            process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
 
-class BoxJob:
+class SandboxJob:
     """A process in a sandbox, and our end of its channel."""
 
-    def __init__(self, end: socket.socket, limits: BoxLimits, control: socket.socket):
+    def __init__(self, end: socket.socket, limits: SandboxLimits, control: socket.socket):
         self.channel, self.limits, self.control = PolledChannel(end, limits.output), limits, control
         self.has_begun = False
         """Whether the job is isolated and runs."""
@@ -225,14 +230,14 @@ class BoxJob:
             return True
         poll = select.poll()
         poll.register(self.control, 0)
-        return bool(poll.poll(CLOSING))
+        return bool(poll.poll(CLOSE_MILLISECONDS))
 
     def close(self) -> None:
         """End it, and wait until nothing of it is left."""
         end = self.channel.socket
         if end.fileno() < 0:
             return
-        until = time.monotonic() + ENDING
+        until = time.monotonic() + END_SECONDS
         with end, suppress(OSError):
             end.shutdown(socket.SHUT_WR)
             while (left := until - time.monotonic()) > 0:

@@ -1,8 +1,8 @@
-"""Rewards in a sandbox, sandbox:FILE:NAME: neither the file nor what it runs is trusted.
+"""Rewards in a sandbox, sandbox:FILE:NAME, for a file that is not trusted.
 
-The file is run in the sandbox alone, also to read how its function is called. Each call is a job of its own, which runs
-the file first: the limits of a job hold for that too, and nothing is kept from one call to the next. Graders import
-this, so it does without torch.
+The file runs only in the sandbox, also to read the signature of its function. Each call is a separate job, which runs
+the file first: the limits of a job include that, and nothing is kept from one call to the next. Reward workers import
+this module, so it does not import torch.
 """
 
 import base64
@@ -31,38 +31,38 @@ from ascent.processes.reward_calls import (
 )
 from ascent.processes.user_code import load_code
 from ascent.sandbox.allowed_packages import PackageError, allowed_packages
-from ascent.sandbox.isolation import IsolationError, Walls, choose
-from ascent.sandbox.sandbox import BoxLimits, JobEndedError, Sandbox, SandboxError
+from ascent.sandbox.isolation import Isolation, IsolationError, choose_isolation
+from ascent.sandbox.sandbox import JobEndedError, Sandbox, SandboxError, SandboxLimits
 
-GUEST = "ascent.sandbox.sandboxed_reward:serve_reward"
-SHARE = 0.9
-"""Of the seconds of a reward that its job has; the rest is for ending it."""
+ENTRY_POINT = "ascent.sandbox.sandboxed_reward:serve_reward"
+JOB_TIME_FRACTION = 0.9
+"""Fraction of the time limit of a reward that its job has; the rest is for ending the job."""
 
 
 class SandboxSettings(NamedTuple):
-    """Which sandbox, and what a job in it may use and read."""
+    """The isolation of a sandbox, and what its jobs may use and read."""
 
     kind: str = "auto"
     seconds: float = 10.0
     memory: float = 4.0
-    """GiB; 0: as much as there is."""
+    """GiB; 0: no limit."""
     readable: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
 
-    def make(self, guest: str, settings: dict[str, Any], *readable: str) -> Sandbox:
-        limits = BoxLimits(self.seconds * SHARE, self.memory)
-        return Sandbox(guest, limits, settings, self.kind, (*self.readable, *readable), self.packages)
+    def make(self, entry_point: str, settings: dict[str, Any], *readable: str) -> Sandbox:
+        limits = SandboxLimits(self.seconds * JOB_TIME_FRACTION, self.memory)
+        return Sandbox(entry_point, limits, settings, self.kind, (*self.readable, *readable), self.packages)
 
 
-def check_walls(settings: SandboxSettings) -> Walls:
-    """The walls that code of this task runs behind; refused where there are none."""
+def check_isolation(settings: SandboxSettings) -> Isolation:
+    """Return the isolation of the code of this task. ConfigError if none works here."""
     try:
-        walls = choose(settings.kind)
+        isolation = choose_isolation(settings.kind)
     except IsolationError as error:
         raise ConfigError(
-            f"--sandbox {settings.kind}: there is nothing here to hold code that is not trusted ({error}). Install "
-            "bubblewrap, or take a machine with Landlock (Linux 5.13); `ascent sandbox check` says more. --sandbox "
-            "none runs it as your own programs run: set it only where you trust every word of the policy"
+            f"--sandbox {settings.kind}: this machine cannot isolate untrusted code ({error}). Install bubblewrap, or "
+            "use a machine with Landlock (Linux 5.13); `ascent sandbox check` says more. --sandbox none runs the code "
+            "without isolation: set it only if you trust everything that the policy writes"
         ) from None
     missing = [path for path in settings.readable if not os.path.exists(path)]
     if missing:
@@ -71,7 +71,7 @@ def check_walls(settings: SandboxSettings) -> Walls:
         allowed_packages(settings.packages)
     except PackageError as error:
         raise ConfigError(f"--sandbox-packages: {error}") from None
-    return walls
+    return isolation
 
 
 # ---- outside --------------------------------------------------------------------------------------------------
@@ -83,14 +83,14 @@ class SandboxedReward:
     def __init__(self, source: str, settings: SandboxSettings):
         file, name = source.removeprefix("sandbox:").rsplit(":", 1)
         file = os.path.realpath(file)
-        self.box = settings.make(GUEST, {"file": file, "name": name}, file)
-        self.box.start()
+        self.sandbox = settings.make(ENTRY_POINT, {"file": file, "name": name}, file)
+        self.sandbox.start()
 
     def __call__(self, jobs: Sequence[RewardJob], seconds: float) -> list[dict[str, Any]]:
         sent = base64.b64encode(pickle.dumps([tuple(job) for job in jobs])).decode()
         try:
-            with self.box.job() as job:
-                answer = job.ask({"jobs": sent, "seconds": seconds * SHARE}, seconds * SHARE)
+            with self.sandbox.job() as job:
+                answer = job.ask({"jobs": sent, "seconds": seconds * JOB_TIME_FRACTION}, seconds * JOB_TIME_FRACTION)
         except JobEndedError as ended:
             raise RewardCallError(f"in its sandbox: {ended}") from None
         answers = answer.get("answers") if isinstance(answer, dict) else None
@@ -102,7 +102,7 @@ class SandboxedReward:
 
 
 def describe_sandboxed(source: str, settings: SandboxSettings) -> RewardCall:
-    """How the function is called, as it is read in the sandbox."""
+    """Return how the function is called, read in the sandbox."""
     file = source.removeprefix("sandbox:").rsplit(":", 1)[0]
     return _describe(source, settings, os.stat(file).st_mtime_ns if os.path.exists(file) else 0)
 
@@ -114,31 +114,31 @@ def _describe(source: str, settings: SandboxSettings, changed: int) -> RewardCal
     except (SandboxError, IsolationError) as error:
         raise RewardCallError(str(error)) from None
     try:
-        with reward.box, reward.box.job() as job:
+        with reward.sandbox, reward.sandbox.job() as job:
             described = job.ask({"describe": True})
             if "error" in described:
                 raise RewardCallError(str(described["error"])[:MAX_REASON_CHARS])
             form, placed, names, required, awaited = described["call"]
     except (JobEndedError, ValueError, KeyError, TypeError) as error:
-        raise RewardCallError(f"it cannot be asked how it is called: {error}") from None
+        raise RewardCallError(f"its signature cannot be read: {error}") from None
     known = None if names is None else frozenset(map(str, names))
     places = None if placed is None else tuple(map(str, placed))
-    return RewardCall(_never, tuple(map(str, form)), places, known, tuple(map(str, required)), bool(awaited))
+    return RewardCall(_refuse_call, tuple(map(str, form)), places, known, tuple(map(str, required)), bool(awaited))
 
 
-def _never(*_: Any, **__: Any) -> Any:
-    raise AssertionError("a reward of a sandbox runs nowhere else")
+def _refuse_call(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a sandboxed reward runs only in its sandbox")
 
 
 # ---- inside ---------------------------------------------------------------------------------------------------
 
 
 def serve_reward(settings: dict[str, Any]) -> Callable[[Channel], None]:
-    """The guest. Installed packages that the file imports are loaded here, once; the file itself runs in each job."""
+    """The entry point. Packages that the file imports are loaded here, once; the file itself runs in each job."""
     text = Path(settings["file"]).read_text(errors="replace")
     for name in dict.fromkeys(re.findall(r"^[ \t]*(?:from|import)[ \t]+(\w[\w.]*)", text, re.MULTILINE)):
         if name.partition(".")[0] not in {*sys.stdlib_module_names, "ascent"}:
-            with suppress(BaseException):  # the job that runs the file will tell
+            with suppress(BaseException):  # the job that runs the file reports it
                 import_module(name)
 
     def answer(channel: Channel) -> None:

@@ -11,14 +11,14 @@ from itertools import islice
 from pathlib import Path
 
 from ascent.sandbox.program_judge import ProgramJudge
-from ascent.sandbox.sandbox import BoxLimits, JobEndedError, Sandbox
+from ascent.sandbox.sandbox import JobEndedError, Sandbox, SandboxLimits
 from benchmarks.attacks.attempt import Attack
 from benchmarks.attacks.cheats import FAMILIES, STYLES, Cheat, TestStyle, generate_cheats
 
 KIND = "verdicts"
 BATCH = 50
 """Cheats of one attack."""
-HASTY, PATIENT = BoxLimits(seconds=1.0), BoxLimits(seconds=20.0)
+HASTY, PATIENT = SandboxLimits(seconds=1.0), SandboxLimits(seconds=20.0)
 """A cheat that takes longer has not passed."""
 RUNS_TESTS = """
 import unittest
@@ -59,12 +59,12 @@ def misjudged(judge: ProgramJudge, style: TestStyle) -> str | None:
 
 def judge_beside(cheats: Iterator[Cheat]) -> str | None:
     """The first cheat that passes where tests run beside it. Many tests are too much for most of them."""
-    with Sandbox("ascent.sandbox.python_session:serve_session", HASTY) as box:
+    with Sandbox("ascent.sandbox.python_session:serve_session", HASTY) as sandbox:
         for cheat in islice(cheats, 10 * BATCH):
             style = cheat.style
             code = "\n".join((style.prelude, cheat.program, style.tests, RUNS_TESTS.format(entry=style.entry)))
             try:
-                with box.job() as job:
+                with sandbox.job() as job:
                     answer = job.ask({"code": code})
                     passes = not (isinstance(answer, dict) and "Traceback" in str(answer.get("text")))
             except JobEndedError as ended:

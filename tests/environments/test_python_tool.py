@@ -18,8 +18,8 @@ from ascent.environments.episode_pool import EpisodePool, Reply
 from ascent.environments.tools import Tools, load_tool, schemas_of
 from ascent.processes.supervisor import Limits
 from ascent.rollout.conversations import make_tools_source
-from ascent.sandbox.escape_tests import ATTEMPTS, Result
-from ascent.sandbox.isolation import IsolationError, Walls
+from ascent.sandbox.escape_tests import ESCAPE_TESTS, EscapeTestResult
+from ascent.sandbox.isolation import Isolation, IsolationError
 from ascent.sandbox.sandbox import SandboxError
 from ascent.sandbox.sandboxed_reward import SandboxSettings
 from ascent.tasks.text.text_task import Problem
@@ -38,7 +38,7 @@ def said(step: Any) -> str:
 @pytest.fixture(scope="module", autouse=True)
 def _ended() -> Iterator[None]:
     yield
-    python_tool.shared_box(SETTINGS).close()
+    python_tool.shared_sandbox(SETTINGS).close()
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_a_sandbox_that_fails_is_no_message_to_the_model(tools: Tools, monkeypat
     def broken(settings: SandboxSettings) -> Any:
         raise SandboxError("no more")
 
-    monkeypatch.setattr(python_tool, "shared_box", broken)
+    monkeypatch.setattr(python_tool, "shared_sandbox", broken)
     with pytest.raises(SandboxError):
         tools.step(call("1"))
 
@@ -138,28 +138,30 @@ def test_a_run_on_programs_records_why_each_failed(tiny_folder: Path, tmp_path: 
 
 
 def test_the_check_says_which_walls_hold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def try_all(kind: str) -> tuple[str, list[Result]]:
+    def run_escape_tests(kind: str) -> tuple[str, list[EscapeTestResult]]:
         if kind == "bubblewrap":
             raise IsolationError("bubblewrap: bwrap is not installed")
-        return "Landlock 7 and seccomp", [Result(each, True, "refused") for each in ATTEMPTS]
+        return "Landlock 7 and seccomp", [EscapeTestResult(each, True, "refused") for each in ESCAPE_TESTS]
 
-    monkeypatch.setattr(command, "try_all", try_all)
-    monkeypatch.setattr(command, "choose", lambda _: Walls("landlock", 7))
+    monkeypatch.setattr(command, "run_escape_tests", run_escape_tests)
+    monkeypatch.setattr(command, "choose_isolation", lambda _: Isolation("landlock", 7))
     monkeypatch.setattr(command, "_milliseconds", lambda _: 3.0)
     assert main(["sandbox", "check"]) == 0
     shown = capsys.readouterr().out
     assert "bwrap is not installed" in shown and "network 10 of 10" in shown and "no folder to write in" in shown
-    monkeypatch.setattr(command, "try_all", lambda _: ("walls", [Result(ATTEMPTS[0], False, "opened")]))
+    monkeypatch.setattr(
+        command, "run_escape_tests", lambda _: ("walls", [EscapeTestResult(ESCAPE_TESTS[0], False, "opened")])
+    )
     assert main(["sandbox", "check"]) == 1
-    assert "GOT OUT: files, read a secret file: opened" in capsys.readouterr().out
+    assert "ESCAPED: files, read a secret file: opened" in capsys.readouterr().out
 
 
 def test_the_check_is_refused_where_there_are_no_walls(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def choose(kind: str) -> Walls:
+    def choose_isolation(kind: str) -> Isolation:
         raise IsolationError(f"{kind}: there is none")
 
-    monkeypatch.setattr(command, "choose", choose)
+    monkeypatch.setattr(command, "choose_isolation", choose_isolation)
     assert main(["sandbox", "check"]) == 2
     assert "there is no sandbox here" in capsys.readouterr().err

@@ -80,7 +80,7 @@ def config(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def make(talk: Talk = two_turns, **more: Any) -> Any:
-        monkeypatch.setattr(in_training, "read_agent", lambda *_: Threads(talk))
+        monkeypatch.setattr(in_training, "make_agent", lambda *_: Threads(talk))
         settings = {"policy": "causal-lm", "model": str(tiny_folder), "agent": "command:true", "max_tokens": 12}
         settings |= {"max_prompt": 120, "max_context": 220, "turn_tokens": 6, "prompts": 2, "samples": 3, "steps": 2}
         settings |= {"eval_prompts": 2, "max_reward_errors": 1.0, "record_every": 1, "agent_seconds": 60.0}

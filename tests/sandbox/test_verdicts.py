@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from ascent.sandbox.program_judge import CodeProblem, ProgramJudge, Verdict
-from ascent.sandbox.sandbox import BoxLimits
+from ascent.sandbox.sandbox import SandboxLimits
 from ascent.tasks.text.code_problems import Code
 from benchmarks.attacks.cheats import FAMILIES, STYLES, generate_cheats
-from tests.sandboxes import KINDS, need_walls
+from tests.sandboxes import KINDS, need_isolation
 
 AGREES = "    def __init__(self, *a, **k): pass\n    def __eq__(self, o): return True\n    def __lt__(self, o): return True\n"
 AGREES += "    def __sub__(self, o): return 0\n    def __add__(self, o): return 0\n    __hash__ = lambda self: 0\n"
@@ -25,7 +25,7 @@ DRAWN = 8
 
 @pytest.fixture(scope="module")
 def judge() -> Iterator[ProgramJudge]:
-    with closing(ProgramJudge(BoxLimits(seconds=60.0))) as made:
+    with closing(ProgramJudge(SandboxLimits(seconds=60.0))) as made:
         made.start()
         yield made
 
@@ -46,7 +46,7 @@ def test_right_programs_pass_and_wrong_ones_do_not(judge: ProgramJudge, style: o
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_generated_cheat_passes_a_test(judge: ProgramJudge, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cheat that iterates for ever has not passed either, and is not waited for."""
-    monkeypatch.setattr(judge, "limits", BoxLimits(seconds=2.0))
+    monkeypatch.setattr(judge, "limits", SandboxLimits(seconds=2.0))
     for cheat in islice(generate_cheats(40, family), DRAWN):
         found = judge(cheat.style.problem, [cheat.program])
         assert not found.right and found.passed <= cheat.style.free, (cheat.style.name, cheat.program)
@@ -61,7 +61,7 @@ def test_a_class_in_place_of_a_function_is_no_answer(judge: ProgramJudge) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_either_isolation_the_entry_point_comes_from_the_problem(kind: str) -> None:
-    with closing(ProgramJudge(BoxLimits(seconds=60.0), need_walls(kind))) as made:
+    with closing(ProgramJudge(SandboxLimits(seconds=60.0), need_isolation(kind))) as made:
         assert verdict(made, f"class add:\n{AGREES}", "assert add(1, 2) == 3", entry="add").passed == 0
 
 

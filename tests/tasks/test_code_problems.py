@@ -26,16 +26,16 @@ from ascent.core.errors import ConfigError
 from ascent.rewards import grading
 from ascent.rewards.grading import Grading, count_cores, self_test
 from ascent.sandbox import sandboxed_reward
-from ascent.sandbox.plain_values import DEEPEST, LONGEST, NotPlainDataError, decode, encode
+from ascent.sandbox.plain_values import MAX_DEPTH, MAX_ITEMS, NotPlainDataError, decode, encode
 from ascent.sandbox.program_judge import BrokenTestsError, CodeProblem, ProgramJudge, Verdict, _Relay
-from ascent.sandbox.sandbox import BoxLimits
+from ascent.sandbox.sandbox import SandboxLimits
 from ascent.settings import configure
 from ascent.tasks.text.code_problems import Code, in_form, parses, programs_of, read_humaneval
 from benchmarks.sandbox import CHEATS
 from benchmarks.sandbox import TESTS as CHECK
-from tests.sandboxes import KINDS, need_walls
+from tests.sandboxes import KINDS, need_isolation
 
-LONG = BoxLimits(seconds=60.0)
+LONG = SandboxLimits(seconds=60.0)
 Color = IntEnum("Color", "RED GREEN")
 Point = namedtuple("Point", "x y")
 
@@ -222,14 +222,14 @@ def test_helpers_and_classes_of_the_problem_are_there_for_both(judge: ProgramJud
 
 
 def test_a_program_that_takes_too_long_fails_what_is_left(judge: ProgramJudge, monkeypatch: pytest.MonkeyPatch) -> None:
-    hasty = ProgramJudge(BoxLimits(seconds=0.1))
+    hasty = ProgramJudge(SandboxLimits(seconds=0.1))
     hasty.programs, hasty.tests = judge.programs, judge.tests
     assert verdict(hasty, "while True: pass", "assert f(0) == 0").why == "the program took longer than 60 s"
     wait = _Relay._wait
 
     def impatient(self: _Relay) -> bool:
         """The time is up when the first test has passed, however fast this machine is."""
-        self.until = 0.0 if self.found.get("passed") else self.until
+        self.until = 0.0 if self.report.get("passed") else self.until
         return wait(self)
 
     monkeypatch.setattr(_Relay, "_wait", impatient)
@@ -276,7 +276,7 @@ def test_humanevals_own_solutions_pass_and_wrong_ones_do_not(kind: str) -> None:
     """Every tenth; the benchmark takes all 164."""
     rows = [row for _, row in read_humaneval()]
     assert len(rows) == 164
-    with closing(ProgramJudge(LONG, need_walls(kind))) as judge:
+    with closing(ProgramJudge(LONG, need_isolation(kind))) as judge:
         for row in rows[2::10]:
             problem = CodeProblem(row["entry_point"], (row["test"],), (row["prompt"],))
             assert judge(problem, [row["prompt"] + row["canonical_solution"]]).why == "", row["task_id"]
@@ -384,7 +384,7 @@ def test_without_walls_the_task_is_refused_unless_none_is_asked_for(
             return None
         raise sandboxed_reward.IsolationError("bubblewrap: not installed")
 
-    monkeypatch.setattr(sandboxed_reward, "choose", nothing)
+    monkeypatch.setattr(sandboxed_reward, "choose_isolation", nothing)
     with pytest.raises(ConfigError, match="--sandbox none"):
         Code(source=str(file)).verify()
     Code(source=str(file), sandbox="none").verify()
@@ -471,13 +471,13 @@ def test_programs_are_judged_on_every_core_that_is_there(tmp_path: Path, monkeyp
 def test_a_value_of_too_many_items_is_refused(make: Any) -> None:
     encode(make(range(4)))
     with pytest.raises(NotPlainDataError, match=r"it has 500,001 items, and at most 500,000 are read"):
-        encode(make(range(LONGEST + 1)))
+        encode(make(range(MAX_ITEMS + 1)))
 
 
 def test_the_longest_text_and_the_deepest_value_are_read() -> None:
-    assert decode(encode("x" * LONGEST)) == "x" * LONGEST
+    assert decode(encode("x" * MAX_ITEMS)) == "x" * MAX_ITEMS
     deep: Any = 7
-    for _ in range(DEEPEST):
+    for _ in range(MAX_DEPTH):
         deep = [deep]
     assert decode(encode(deep)) == deep
     with pytest.raises(NotPlainDataError, match="it is nested deeper than 150, or contains itself"):
@@ -486,7 +486,7 @@ def test_the_longest_text_and_the_deepest_value_are_read() -> None:
 
 def test_tagged_json_that_is_nested_too_deeply_is_refused() -> None:
     lists: Any = 7
-    for _ in range(3 * DEEPEST):
+    for _ in range(3 * MAX_DEPTH):
         lists = [lists]
     assert decode(lists) == lists
     for tagged in ([lists], {"~": "t", "v": [lists]}, {"~": "d", "v": [[1, lists]]}):

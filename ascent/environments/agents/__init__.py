@@ -6,7 +6,7 @@ from ascent.environments.agents.agent import MODEL, Agent, AgentResult, Assignme
 from ascent.processes.supervisor import Limits
 from ascent.tasks.agent_sources import agent_source, verify_agent
 
-__all__ = ["MODEL", "Agent", "AgentResult", "Assignment", "read_agent"]
+__all__ = ["MODEL", "Agent", "AgentResult", "Assignment", "make_agent"]
 NO_LIMITS = Limits(math.inf)
 """No limit of memory, and no environment variables beyond the usual ones."""
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from ascent.core.errors import ConfigError
 from ascent.sandbox.program_judge import CodeProblem, ProgramJudge, Verdict, entry_is_class
-from ascent.sandbox.sandbox import BoxLimits, SandboxError
+from ascent.sandbox.sandbox import SandboxError, SandboxLimits
 from ascent.tasks.text.table_tasks import Rows, TableTask
 from ascent.tasks.text.text_task import Graded, Problem
 from ascent.tasks.user_files import absolute_path, file_stamp, read_jsonl, require_columns
@@ -155,7 +155,7 @@ def _judge(
     kind: str, seconds: float, memory: float, readable: tuple[str, ...], packages: tuple[str, ...]
 ) -> ProgramJudge:
     """The sandboxes of this process."""
-    return ProgramJudge(BoxLimits(seconds, memory), kind, readable, packages)
+    return ProgramJudge(SandboxLimits(seconds, memory), kind, readable, packages)
 
 
 def judge_twice(judge: ProgramJudge, problem: CodeProblem, programs: list[str]) -> Verdict:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from ascent.core.errors import ConfigError
-from ascent.sandbox.sandboxed_reward import SandboxSettings, check_walls
+from ascent.sandbox.sandboxed_reward import SandboxSettings, check_isolation
 from ascent.tasks.agent_sources import agent_source, verify_agent
 from ascent.tasks.base import BaseTask
 from ascent.tasks.reward_sources import OWN, RewardSource, absolute_source, call_of, parse_rewards
@@ -260,7 +260,7 @@ class TextTask(BaseTask):
 
     def verify(self) -> None:
         if self.sandboxed:
-            check_walls(self.sandbox_settings)
+            check_isolation(self.sandbox_settings)
         for entry in self.rewards:
             entry.verify()
             if entry.kind == "sandbox":
