@@ -59,11 +59,11 @@ def draw(
     seeds = torch.arange(len(lengths))
     sampler = LocalEngine(lm, limit, 1.0, torch.Generator())
     if name == "before":
-        sampler.packed, sampler.decoder = None, PagedRunner
+        sampler.packed_model, sampler.runner = None, PagedRunner
     with sampler.prepared() as head:
         drawn = GenerationState(len(lengths), limit, lm.ends, head, seeds, 1.0, SamplingParams(), limits=lengths)
-        decoder = sampler.decoder(lm, prompts, len(lengths) // len(prompts), rows, drawn, room)
-        with telling(lambda: f"{name}: {int(drawn.length.sum())} of {total} tokens"):
+        decoder = sampler.runner(lm, prompts, len(lengths) // len(prompts), rows, drawn, room)
+        with telling(lambda: f"{name}: {int(drawn.lengths.sum())} of {total} tokens"):
             begin, cpu = time.perf_counter(), time.process_time()
             decoder()
         seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
             drawn, schedule, wall, cpu = draw(name, lm, prompts, lengths, *side)
             seconds[name].append(wall)
             computed[name].append(cpu)
-            tokens[name] = drawn.token
+            tokens[name] = drawn.tokens
     same = {name: float((tokens[name] == tokens["before"]).float().mean()) for name in ("reserved", "pages")}
     rates = {name: int(lengths.sum()) / statistics.median(found) for name, found in seconds.items()}
     show(["cache", "tokens/s"], [[name, f"{rate:.0f}"] for name, rate in rates.items()])

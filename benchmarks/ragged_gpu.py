@@ -28,7 +28,7 @@ from torch import Tensor
 from ascent.build.model_verification import prove
 from ascent.core.sampling_params import SamplingParams
 from ascent.inference.generation_state import GenerationState
-from ascent.inference.runners.cuda_graph import graph_decoder
+from ascent.inference.runners.cuda_graph import cuda_graph_runner
 from ascent.models import LanguageModel
 from ascent.models.lm_head import Head, token_stats
 from ascent.models.packed_attention import ours
@@ -106,7 +106,7 @@ def apart(lm: LanguageModel, prompts: list[list[int]], drawn: GenerationState, c
     """Mean |difference| of the log-probs of the first responses from one plain forward pass over each."""
     gaps = []
     for response in range(count):
-        prompt, own = prompts[response // SAMPLES], drawn.token[response, : drawn.length[response]]
+        prompt, own = prompts[response // SAMPLES], drawn.tokens[response, : drawn.lengths[response]]
         ids = torch.cat([torch.tensor(prompt), own]).to(lm.device)[None]
         hidden = lm.backbone(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompt) - 1 : -1]
         logp = token_stats(Head.of(lm.model), hidden, own.to(lm.device), 1.0)[0].cpu()
@@ -123,7 +123,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     prompts = [row[row >= 0].tolist() for row in table]
     prove(lm, table.shape[1] + limit)
     lengths = lengths_of(count, mean, limit)
-    decoder, note = graph_decoder(lm)
+    decoder, note = cuda_graph_runner(lm)
     assert decoder is not None, note
     seconds = []
     for limits in [lengths] if smoke else [lengths // WARM + 1, lengths]:  # the first call captures the graphs
@@ -135,8 +135,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             run = decoder(lm, prompts, SAMPLES, lanes, drawn)
             run()
         seconds.append(time.perf_counter() - begin)
-    assert torch.equal(drawn.length, lengths)
-    least, schedule = floors(lm, lengths, [len(p) for p in prompts], lanes), run.schedule
+    assert torch.equal(drawn.lengths, lengths)
+    least, schedule = floors(lm, lengths, [len(p) for p in prompts], lanes), run.scheduler
     return {
         "seconds": seconds[-1],
         "first_call_s": seconds[0],
@@ -146,10 +146,10 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "tail_s": drawn.timeline.tail_seconds,
         "tokens_per_second": int(lengths.sum()) / seconds[-1],
         "tokens": int(lengths.sum()),
-        "launches": run.launches,
-        "reserved": schedule.pages.most * BLOCK_SIZE / least["live_most"],
-        "pages": schedule.pages.count,
-        "evictions": schedule.evictions,
+        "launches": run.num_launches,
+        "reserved": schedule.block_manager.peak_used * BLOCK_SIZE / least["live_most"],
+        "pages": schedule.block_manager.num_blocks,
+        "evictions": schedule.num_preemptions,
         "graphs": len(decoder.graphs),
         "mismatch": apart(lm, prompts, drawn, 2 if smoke else 8),
         **({} if smoke else {"peak_gib": torch.cuda.max_memory_allocated() / 2**30}),

@@ -29,7 +29,7 @@ import torch
 from ascent.build.model_verification import prove
 from ascent.core.types import Prompts, Rollouts
 from ascent.inference.engine import LocalEngine
-from ascent.inference.runners.cuda_graph import graph_decoder
+from ascent.inference.runners.cuda_graph import cuda_graph_runner
 from ascent.models import LanguageModel
 from ascent.models.lm_head import Head, token_stats
 from ascent.models.packed_attention import ours
@@ -110,8 +110,8 @@ def profile(sampler: LocalEngine, rows: int, steps: int = 8) -> None:
 
     from ascent.ops.decode_state import RESPONSE_LENGTH
 
-    decoder: Any = sampler.decoder
-    graph = decoder.graph(rows, sampler.support, False)
+    decoder: Any = sampler.runner
+    graph = decoder.graph(rows, sampler.sampling_params, False)
     decoder.choose(list(range(rows)))
     decoder.board.state[RESPONSE_LENGTH, :rows] = sampler.limit // 2
     with profiled(activities=[ProfilerActivity.CUDA]) as found:
@@ -140,9 +140,9 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     prompt = prompts_of(count, lm.vocab, *lengths)
     prove(lm, prompt.shape[1] + tokens)
     sampler = LocalEngine(lm, tokens, 1.0, torch.Generator().manual_seed(0))
-    decoder, note = graph_decoder(lm)
+    decoder, note = cuda_graph_runner(lm)
     assert decoder is not None, note
-    sampler.decoder = decoder
+    sampler.runner = decoder
     seconds = []
     for _ in range(options.repeats + 1):
         begin = time.perf_counter()

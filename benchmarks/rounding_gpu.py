@@ -76,14 +76,14 @@ Found = dict[str, Any]
 
 def draw_from_rounded(on: bool) -> None:
     """Let the sampler draw from logits in bfloat16, or from float32 ones again."""
-    step = CudaGraphRunner.__dict__.get("exact_step", CudaGraphRunner.step)
+    step = CudaGraphRunner.__dict__.get("exact_step", CudaGraphRunner.decode_step)
 
     def rounded(self: Any, rows: int, splits: int, support: Any, greedy: bool) -> None:
         hidden, head = self.net.hidden(self.ops, self.board, self.tables, rows, splits), self.net.head
         self.ops.sample_next_tokens(F.linear(hidden, head.weight, head.bias), self.board, support, greedy)
 
     CudaGraphRunner.exact_step = step  # type: ignore[attr-defined]
-    CudaGraphRunner.step = rounded if on else step  # type: ignore[method-assign]
+    CudaGraphRunner.decode_step = rounded if on else step  # type: ignore[method-assign]
 
 
 def learn(model: str, precision: str, seed: int, steps: int, more: dict[str, Any]) -> None:

@@ -88,11 +88,11 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     generator = torch.Generator().manual_seed(0)
     sampler = LocalEngine(lm, tokens + 1, 1.0, generator)  # one more, so that the last turn is answered too
     if smoke:
-        decoder, note = cuda_graph.graph_decoder(lm)
+        decoder, note = cuda_graph.cuda_graph_runner(lm)
         assert decoder is not None, note
-        sampler.decoder = decoder
+        sampler.runner = decoder
     alone = LocalEngine(lm, tokens, 1.0, generator)
-    alone.decoder = sampler.decoder
+    alone.runner = sampler.runner
 
     def episodes(wait: float, part: int = count, own: int = samples) -> float:
         few = Prompts.of(prompts.prompt[:part])
@@ -101,11 +101,11 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         )
 
     found = {"one_answer": timed(alone, prompts, samples, tokens, options.repeats), "at_once": episodes(0.0)}
-    chosen = cuda_graph.PREFILL
+    chosen = cuda_graph.PREFILL_BREAK_EVEN_STEPS
     for name, steps in (("encoded", 0), ("fed", 10**9)):
-        cuda_graph.PREFILL = steps
+        cuda_graph.PREFILL_BREAK_EVEN_STEPS = steps
         found[name] = episodes(0.0)
-    cuda_graph.PREFILL = chosen
+    cuda_graph.PREFILL_BREAK_EVEN_STEPS = chosen
     found |= {"one_episode": episodes(0.0, 1, 1), "late": episodes(seconds)}
     least = max(found["one_answer"], turns * seconds + found["one_episode"])
     return found | {"ratio": found["at_once"] / found["one_answer"], "waiting": found["late"] / least}

@@ -37,7 +37,7 @@ from ascent.inference.remote.adapters import get_adapter
 from ascent.inference.remote.relay_client import read_key
 from ascent.inference.remote.remote_engine import RemoteEngine
 from ascent.inference.remote.request_forwarder import RemoteConversationEngine
-from ascent.inference.stop_strings import Stops
+from ascent.inference.stop_strings import StopStrings
 from ascent.models.causal_lm import GIVEN, LanguageModel, is_mixed, pick_device
 from ascent.rewards.grading import rate_responses, self_test
 from ascent.rewards.tokenized_task import OfflineTextTask, TokenizedTask
@@ -182,14 +182,14 @@ class LanguageBackend(Backend):
 
     def remote_engine(self, config: Config, model: LanguageModel, generator: torch.Generator) -> RemoteEngine:
         task = config.task
-        stops = Stops(task.stop, model.tokenizer, model.vocab) if task.stop else None
+        stops = StopStrings(task.stop, model.tokenizer, model.vocab) if task.stop else None
         longest, most = task.max_prompt + task.room, task.max_tokens if task.has_environment else 0
         kind = RemoteConversationEngine if task.agent else RemoteEngine
         return kind(config.policy, model, task.room, longest, config.temperature, generator, stops, most)
 
     def local_engine(self, config: Config, model: LanguageModel, generator: torch.Generator) -> LocalEngine:
         task, support = config.task, SamplingParams(config.top_k, config.top_p, config.min_p, config.task.min_tokens)
-        stops = Stops(task.stop, model.tokenizer, model.vocab) if task.stop else None
+        stops = StopStrings(task.stop, model.tokenizer, model.vocab) if task.stop else None
         how = (config.temperature, generator, support, config.policy.rows, stops)
         kind = LocalConversationEngine if task.agent else LocalEngine
         return kind(model, task.room, *how, most=task.max_tokens if task.has_environment else 0)

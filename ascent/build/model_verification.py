@@ -135,20 +135,20 @@ class Forced(GenerationState):
 
     def __init__(self, batch: Rollouts, head: Head):
         rows = zip(batch.response.flatten(0, 1), batch.mask.flatten(0, 1), strict=True)
-        self.tokens = [row[mask].tolist() for row, mask in rows]
-        lengths = torch.tensor([len(row) for row in self.tokens])
+        self.forced = [row[mask].tolist() for row, mask in rows]
+        lengths = torch.tensor([len(row) for row in self.forced])
         super().__init__(
             len(lengths), batch.mask.shape[2], frozenset(), head, None, 1.0, SamplingParams(), limits=lengths
         )
         self.logits: dict[tuple[int, int], Tensor] = {}
         """By response and token."""
 
-    def next(self, hidden: Tensor, row: list[int]) -> Tensor:
+    def sample(self, hidden: Tensor, row: list[int]) -> Tensor:
         token = []
-        for response, t, logits in zip(row, self.length[row].tolist(), self.head.logits(hidden), strict=True):
+        for response, t, logits in zip(row, self.lengths[row].tolist(), self.head.logits(hidden), strict=True):
             self.logits[response, t] = logits
-            token.append(self.tokens[response][t])
-        self.length[row] += 1
+            token.append(self.forced[response][t])
+        self.lengths[row] += 1
         return torch.tensor(token, device=hidden.device)
 
 

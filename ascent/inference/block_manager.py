@@ -13,24 +13,26 @@ class BlockManager:
     """
 
     def __init__(self, count: int, size: int, border: int | None = None):
-        self.count, self.size, self.border = count, size, count if border is None else border
+        self.num_blocks, self.block_size, self.prompt_region = count, size, count if border is None else border
         self._free = set(range(count))
         self._low = list(range(count))
-        self._high = [self._rank(page) for page in (*range(self.border, count), *reversed(range(self.border)))]
+        self._high = [
+            self._rank(page) for page in (*range(self.prompt_region, count), *reversed(range(self.prompt_region)))
+        ]
         """Heaps of the free pages and of their ranks; a page that was taken from the other end may still be there."""
         self._given: list[int] = []
         """Free pages that are in neither yet: most calls end before anybody takes them again."""
-        self.most = 0
+        self.peak_used = 0
         """The largest number of pages that were ever held at once."""
 
     def __len__(self) -> int:
         """How many are free."""
         return len(self._free)
 
-    def need(self, tokens: int) -> int:
-        return -(-tokens // self.size)
+    def blocks_needed(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
 
-    def take(self, count: int, high: bool = False) -> list[int]:
+    def allocate(self, count: int, high: bool = False) -> list[int]:
         """This many pages; there must be as many."""
         for page in self._given:
             heapq.heappush(self._low, page)
@@ -42,10 +44,10 @@ class BlockManager:
             if page in self._free:
                 self._free.remove(page)
                 pages.append(page)
-        self.most = max(self.most, self.count - len(self._free))
+        self.peak_used = max(self.peak_used, self.num_blocks - len(self._free))
         return pages
 
-    def give(self, pages: Sequence[int]) -> None:
+    def free(self, pages: Sequence[int]) -> None:
         """Back to the free ones."""
         free = len(self._free) + len(pages)
         self._free.update(pages)
@@ -55,7 +57,7 @@ class BlockManager:
 
     def _rank(self, page: int) -> int:
         """When a prompt gets this page, if it is free."""
-        return page if page >= self.border else 2 * self.count - page
+        return page if page >= self.prompt_region else 2 * self.num_blocks - page
 
     def _page(self, rank: int) -> int:
-        return rank if rank < self.count else 2 * self.count - rank
+        return rank if rank < self.num_blocks else 2 * self.num_blocks - rank

@@ -29,7 +29,7 @@ from ascent.inference.request_queue import (
     RequestQueue,
 )
 from ascent.inference.runners.eager import EagerRunner
-from ascent.inference.stop_strings import Stops
+from ascent.inference.stop_strings import StopStrings
 from ascent.ops.token_sampling import response_seeds
 
 SWITCH = 0.0005
@@ -48,19 +48,19 @@ class IdleSequences:
         self.terminated: set[int] = set()
 
 
-class Requests(GenerationState):
+class ContinuousBatch(GenerationState):
     """What was drawn for requests, one row per slot."""
 
     def __init__(self, queue: RequestQueue, sampler: LocalEngine, head: Any, slots: int, limit: int, longest: int):
         """`limit`: tokens behind a prompt; `longest`: those of a prompt."""
         seeds = torch.zeros(slots, dtype=torch.long)
-        super().__init__(slots, limit, sampler.lm.ends, head, seeds, sampler.temperature, sampler.support)
-        self.queue, self.sampler, self.longest, self.open = queue, sampler, longest, True
-        self.mass = self.masses = torch.ones(slots, limit)
+        super().__init__(slots, limit, sampler.lm.ends, head, seeds, sampler.temperature, sampler.sampling_params)
+        self.queue, self.sampler, self.max_prompt_tokens, self.accepts_requests = queue, sampler, longest, True
+        self.kept_mass = self.masses = torch.ones(slots, limit)
         """Those of a turn with every token allowed are not written: what stands there is another turn's."""
         self.parked = IdleSequences(slots)
         self.turns: Any = self.parked
-        self.missing = {-1}  # the call is over when the desk is closed
+        self.unfinished = {-1}  # the call is over when the desk is closed
         self.keeps = sampler.lm.shares
         """Can a row wait for its next turn?"""
         self.free = list(range(slots))[::-1]
@@ -79,63 +79,63 @@ class Requests(GenerationState):
         self.readers: Counter[tuple[int, ...]] = Counter()
         self.numbered = 0
         self.entered: list[int] = []
-        self.stopping: dict[tuple[str, ...], Stops] = {}
+        self.stopping: dict[tuple[str, ...], StopStrings] = {}
 
     # ---- what is asked of it while it decodes
 
-    def by_settings(self, responses: list[int]) -> dict[tuple[float, SamplingParams, bool], list[int]]:
+    def group_by_sampling(self, responses: list[int]) -> dict[tuple[float, SamplingParams, bool], list[int]]:
         alike: dict[tuple[float, SamplingParams, bool], list[int]] = {}
         for i, slot in enumerate(responses):
             asked = self.request[slot]
-            alike.setdefault((asked.temperature, self.support_of(slot), asked.greedy), []).append(i)
+            alike.setdefault((asked.temperature, self.sampling_params_of(slot), asked.greedy), []).append(i)
         return alike
 
-    def support_of(self, response: int) -> SamplingParams:
+    def sampling_params_of(self, response: int) -> SamplingParams:
         own = self.request[response].sampling_params
-        return self.support if own is None else own
+        return self.sampling_params if own is None else own
 
     @property
-    def reads(self) -> bool:
+    def needs_tokens(self) -> bool:
         return any(request.stop or request.stream for request in self.request.values())
 
     @property
-    def watched(self) -> bool:
+    def needs_logprobs(self) -> bool:
         return any(request.stream for request in self.request.values())
 
-    def stops_of(self, response: int) -> Stops | None:
+    def stop_strings_of(self, response: int) -> StopStrings | None:
         strings = self.request[response].stop
         if not strings:
             return None
         if strings not in self.stopping:
-            if len(self.stopping) >= 16 + len(self.length):  # those of requests that are under way have room
+            if len(self.stopping) >= 16 + len(self.lengths):  # those of requests that are under way have room
                 self.stopping.clear()
-            self.stopping[strings] = Stops(strings, self.sampler.lm.tokenizer, self.sampler.lm.vocab)
+            self.stopping[strings] = StopStrings(strings, self.sampler.lm.tokenizer, self.sampler.lm.vocab)
         return self.stopping[strings]
 
     @property
-    def asked(self) -> bool:
+    def waits_for_input(self) -> bool:
         return True
 
-    def over(self, response: int, before: int, after: int, done: int, fresh: Any) -> int:
-        begin = self.begin(response)
+    def finished_length(self, response: int, before: int, after: int, done: int, fresh: Any) -> int:
+        begin = self.turn_start(response)
         if fresh is not None and before < begin:  # what is fed of an observation was not drawn
             fresh, before = fresh[begin - before :], min(begin, after)
-        length = super().over(response, before, after, done, fresh)
+        length = super().finished_length(response, before, after, done, fresh)
         if fresh is not None and not length:
             self._show(response, max(after, begin))
         return length
 
-    def ask(self, responses: list[int]) -> list[int]:
+    def finish_turns(self, responses: list[int]) -> list[int]:
         for slot in responses:
-            length = int(self.length[slot])
-            if bool(self.ended[slot]) or length >= int(self.limits[slot]):
+            length = int(self.lengths[slot])
+            if bool(self.stopped[slot]) or length >= int(self.length_limits[slot]):
                 self._finish(slot, length)
             else:
                 self._show(slot, length)
         return []
 
     def _show(self, slot: int, length: int) -> None:
-        request, told = self.request[slot], self.told.get(slot, self.begin(slot))
+        request, told = self.request[slot], self.told.get(slot, self.turn_start(slot))
         if request.stream and length > told and request in self.queue.active:
             self.told[slot] = length
             request.on_output(
@@ -144,23 +144,23 @@ class Requests(GenerationState):
 
     def _finish(self, slot: int, length: int) -> None:
         """The turn in a slot is over; its row waits for the next one, or leaves."""
-        whole = self.request[slot].greedy or self.support_of(slot).unrestricted
-        request, begin = self.request.pop(slot), self.begin(slot)
+        whole = self.request[slot].greedy or self.sampling_params_of(slot).unrestricted
+        request, begin = self.request.pop(slot), self.turn_start(slot)
         self.told.pop(slot, None)
         drawn = slice(begin, length)
         tokens, logp = self.tokens_of(slot, begin, length), self.logp.numpy()[slot, drawn].tolist()
         mass = [1.0] * len(tokens) if whole else self.masses.numpy()[slot, drawn].tolist()
         self.parked.pending[slot] = length
-        finish_reason: FinishReason = "stop" if self.ended[slot] else "length"
+        finish_reason: FinishReason = "stop" if self.stopped[slot] else "length"
         self.queue.finish(request, Completion(tokens, logp, mass, finish_reason, self.sampler.version))
 
     # ---- requests that come and go
 
-    def answers(self, wait: bool) -> list[tuple[int, list[int]]]:
+    def poll_observations(self, wait: bool) -> list[tuple[int, list[int]]]:
         taken = self.queue.poll(wait)
         del self.timeline.spans[:-KEPT]
         if self.queue.closed:
-            self.missing.clear()
+            self.unfinished.clear()
         for name in taken.ended_conversations:
             self.named.pop(self.slot.pop(name, -1), None)
         left = [slot for slot in self.parked.pending if slot not in self.named or not self.keeps]
@@ -175,7 +175,7 @@ class Requests(GenerationState):
                 heard += self._place(request)
         return heard
 
-    def entering(self) -> list[tuple[int, int, list[int]]]:
+    def new_requests(self) -> list[tuple[int, int, list[int]]]:
         entered, self.entered = self.entered, []
         return [(slot, self.prompts[self.prompt[slot]], list(self.prompt[slot])) for slot in entered]
 
@@ -197,7 +197,7 @@ class Requests(GenerationState):
         if slot in self.request:  # while another turn of it goes on, this one is a conversation of its own
             name = slot = None
         if slot is not None:
-            held = int(self.length[slot])
+            held = int(self.lengths[slot])
             same = tuple(request.prompt) == self.prompt[slot]
             if same and request.response[:held] == self.tokens_of(slot, 0, held) and len(request.response) > held:
                 del self.parked.pending[slot]
@@ -226,36 +226,36 @@ class Requests(GenerationState):
 
     def _write(self, slot: int, request: Request) -> None:
         length = len(request.response)
-        self.token[slot, :length] = torch.tensor(request.response, dtype=torch.long)
-        self.length[slot] = self.parked.turn_start[slot] = length
+        self.tokens[slot, :length] = torch.tensor(request.response, dtype=torch.long)
+        self.lengths[slot] = self.parked.turn_start[slot] = length
         self.seeds[slot] = request.seed  # type: ignore[index]
-        self.limits[slot], self.ended[slot] = min(length + request.max_tokens, self.limit), False
+        self.length_limits[slot], self.stopped[slot] = min(length + request.max_tokens, self.max_tokens), False
         self.request[slot] = request
-        self.stopped.discard(slot)
+        self.stop_string_matches.discard(slot)
 
 
 class EagerRequestRunner(EagerRunner):
     """Requests for architectures whose cache is not ours: all that wait are decoded together, then the next ones."""
 
     def __call__(self) -> None:
-        drawn = self.drawn
-        assert isinstance(drawn, Requests)
+        drawn = self.generation
+        assert isinstance(drawn, ContinuousBatch)
         self.samples = 1
-        while drawn.missing:
-            drawn.answers(wait=not drawn.waiting)
-            entered = drawn.entering()
+        while drawn.unfinished:
+            drawn.poll_observations(wait=not drawn.waiting)
+            entered = drawn.new_requests()
             slots = [slot for slot, _, _ in entered]
-            ids = {slot: ids + drawn.token[slot, : drawn.length[slot]].tolist() for slot, _, ids in entered}
+            ids = {slot: ids + drawn.tokens[slot, : drawn.lengths[slot]].tolist() for slot, _, ids in entered}
             self.prompts = ids  # type: ignore[assignment]
-            for start in range(0, len(slots), self.rows):
-                self._wave(slots[start : start + self.rows])
+            for start in range(0, len(slots), self.max_num_seqs):
+                self._generate_batch(slots[start : start + self.max_num_seqs])
         drawn.timeline.stop()
 
     def _next(self, hidden: Any, row: list[int], observed: Any) -> tuple[torch.Tensor, list[bool]]:
-        assert isinstance(self.drawn, Requests)
-        token = self.drawn.next(hidden, row)
-        self.drawn.ask(row)
-        going = [self.drawn.request.get(slot) in self.drawn.queue.active for slot in row]
+        assert isinstance(self.generation, ContinuousBatch)
+        token = self.generation.sample(hidden, row)
+        self.generation.finish_turns(row)
+        going = [self.generation.request.get(slot) in self.generation.queue.active for slot in row]
         return token.to(hidden.device), going
 
 
@@ -276,9 +276,9 @@ def serve_requests(
 ) -> OccupancyTimeline:
     """Decode what comes to a desk until it is closed. The calling thread does the work."""
     with sampler.prepared() as head, short_switch_interval():
-        drawn = Requests(queue, sampler, head, slots, limit, longest)
+        drawn = ContinuousBatch(queue, sampler, head, slots, limit, longest)
         if sampler.lm.shares:
-            sampler.decoder(sampler.lm, [], 1, sampler.rows, drawn, room or sampler.room)()
+            sampler.runner(sampler.lm, [], 1, sampler.rows, drawn, room or sampler.cache_tokens)()
         else:
             EagerRequestRunner(sampler.lm, [], 1, sampler.rows, drawn)()
     return drawn.timeline
@@ -298,9 +298,18 @@ class LocalConversationEngine(LocalEngine):
         if not greedy:
             seeds = response_seeds(len(prompts), samples, self.generator, seed).flatten().tolist()
         with closing(prompts.start_episodes(prompts, samples, seeds)) as visits:
-            visits.begin(self.limits(prompts, samples, limit).tolist(), limit, self.temperature, self.support, greedy)
-            self.latest = serve_requests(self, visits.queue, count, limit, visits.longest)
-            most, how = min(limit, self.most or limit), (self.temperature, self.version, self.support.unrestricted)
+            visits.begin(
+                self.length_limits(prompts, samples, limit).tolist(),
+                limit,
+                self.temperature,
+                self.sampling_params,
+                greedy,
+            )
+            self.latest_timeline = serve_requests(self, visits.queue, count, limit, visits.longest)
+            most, how = (
+                min(limit, self.max_sampled_tokens or limit),
+                (self.temperature, self.version, self.sampling_params.unrestricted),
+            )
             return rollouts_from_conversations(prompts, samples, most, visits.records(), *how)
 
 

@@ -17,9 +17,9 @@ from ascent.inference.environment_turns import EnvironmentTurns
 from ascent.inference.generation_state import FinishedCallback, GenerationState
 from ascent.inference.occupancy import OccupancyTimeline
 from ascent.inference.runners.eager import EagerRunner
-from ascent.inference.runners.packed_cpu_model import PackedCpuModel, prepacked
+from ascent.inference.runners.packed_cpu_model import PackedCpuModel, build_packed_cpu_model
 from ascent.inference.runners.paged import PagedRunner
-from ascent.inference.stop_strings import Stops
+from ascent.inference.stop_strings import StopStrings
 from ascent.models.causal_lm import LanguageModel
 from ascent.models.lm_head import Head
 from ascent.models.quantization import is_packed
@@ -42,7 +42,7 @@ class LocalEngine(RolloutEngine):
         generator: torch.Generator,
         support: SamplingParams | None = None,
         rows: int = 0,
-        stops: Stops | None = None,
+        stops: StopStrings | None = None,
         room: int = 0,
         most: int = 0,
     ):
@@ -51,25 +51,25 @@ class LocalEngine(RolloutEngine):
         `most`: tokens that are drawn of a response with turns; 0: as many as the limit, which counts observations.
         """
         self.lm, self.limit, self.temperature, self.generator = lm, limit, temperature, generator
-        self.support, self.stops = support or SamplingParams(), stops
-        self.rows, self.room, self.most = rows or ROWS.get(lm.device.type, 64), room, most
+        self.sampling_params, self.stop_strings = support or SamplingParams(), stops
+        self.rows, self.cache_tokens, self.max_sampled_tokens = rows or ROWS.get(lm.device.type, 64), room, most
         self.version = -1
-        self.decoder: Callable[..., Any] = PagedRunner if lm.shares else EagerRunner
+        self.runner: Callable[..., Any] = PagedRunner if lm.shares else EagerRunner
         if lm.shares and lm.device.type == "cuda":
-            from ascent.inference.runners.cuda_graph import SLOW, graph_decoder
+            from ascent.inference.runners.cuda_graph import SLOW_RUNNER_NOTE, cuda_graph_runner
 
-            graphs, why = graph_decoder(lm)
-            self.note = None if graphs else SLOW.format(why=why)
-            self.decoder = graphs or PagedRunner
-        self.packed: PackedCpuModel | None = None
+            graphs, why = cuda_graph_runner(lm)
+            self.note = None if graphs else SLOW_RUNNER_NOTE.format(why=why)
+            self.runner = graphs or PagedRunner
+        self.packed_model: PackedCpuModel | None = None
         """What computes hidden states on a CPU, in place of the model."""
         if lm.shares and lm.device.type == "cpu":
-            self.packed = prepacked(lm)
-            if self.packed is not None:
-                self.decoder = partial(PagedRunner, net=self.packed)
+            self.packed_model = build_packed_cpu_model(lm)
+            if self.packed_model is not None:
+                self.runner = partial(PagedRunner, net=self.packed_model)
         self.timeline = OccupancyTimeline()
         """How many responses ran when, of the tickets since it was last taken."""
-        self.latest = OccupancyTimeline()
+        self.latest_timeline = OccupancyTimeline()
         """That of the latest call."""
         self.score_early: Callable[[list[int], list[list[int]]], None] | None = None
         """Who wants to score responses while others are being drawn: it is told the problems and the tokens."""
@@ -86,20 +86,22 @@ class LocalEngine(RolloutEngine):
         self, prompts: Prompts, samples: int, greedy: bool = False, *, limit: int | None = None, seed: int | None = None
     ) -> Rollouts:
         seeds = None if greedy else response_seeds(len(prompts), samples, self.generator, seed)
-        return self.draw(prompts, samples, seeds, limit)
+        return self.generate_from_seeds(prompts, samples, seeds, limit)
 
     @torch.no_grad()
-    def draw(self, prompts: Prompts, samples: int, seeds: Tensor | None, limit: int | None = None) -> Rollouts:
+    def generate_from_seeds(
+        self, prompts: Prompts, samples: int, seeds: Tensor | None, limit: int | None = None
+    ) -> Rollouts:
         """Responses to these prompts from a seed for each `[prompt sample]`; None: greedy ones."""
         count, limit = len(prompts) * samples, limit or self.limit
         seeds = None if seeds is None else seeds.flatten()
-        own = self.limits(prompts, samples, limit)
+        own = self.length_limits(prompts, samples, limit)
         with self.prepared() as head, self._turns(prompts, samples, seeds, own, limit) as turns:
-            how = (self.temperature, self.support, turns, self.stops, own)
+            how = (self.temperature, self.sampling_params, turns, self.stop_strings, own)
             drawn = GenerationState(count, limit, self.lm.ends, head, seeds, *how)
-            drawn.hand_over = self._hand_over([prompts], samples)
-            self.decoder(self.lm, _ids(prompts), samples, self.rows, drawn, self.room)()
-        self.latest = drawn.timeline
+            drawn.on_finished = self._hand_over([prompts], samples)
+            self.runner(self.lm, _ids(prompts), samples, self.rows, drawn, self.cache_tokens)()
+        self.latest_timeline = drawn.timeline
         return self._rollouts(prompts, samples, drawn)
 
     def _hand_over(self, prompts: list[Prompts], samples: int) -> FinishedCallback | None:
@@ -113,9 +115,9 @@ class LocalEngine(RolloutEngine):
         identities = torch.cat([part for part in problems if part is not None]).tolist()
         return lambda responses, tokens: tell([identities[response // samples] for response in responses], tokens)
 
-    def limits(self, prompts: Prompts, samples: int, limit: int) -> Tensor:
+    def length_limits(self, prompts: Prompts, samples: int, limit: int) -> Tensor:
         """The most tokens of each response that are drawn."""
-        most = min(limit, self.most or limit)
+        most = min(limit, self.max_sampled_tokens or limit)
         if prompts.limits is None:
             return torch.full((len(prompts) * samples,), most)
         return prompts.limits.clamp(max=most).repeat_interleave(samples)
@@ -142,7 +144,7 @@ class LocalEngine(RolloutEngine):
     def _generate_all(self, one: PendingRollout) -> Rollouts:
         rollouts = super()._generate_all(one)
         if rollouts is not one.rollouts:  # an evaluation is no part of a step's rollouts
-            self.timeline.merge(self.latest)
+            self.timeline.merge(self.latest_timeline)
         return rollouts
 
     @torch.no_grad()
@@ -161,22 +163,22 @@ class LocalEngine(RolloutEngine):
         samples, each = opened[0].request.samples, [_so_far(one) for one in opened]
         width, rows = max(part["token"].shape[1] for part in each), [len(part["token"]) for part in each]
         before = {name: torch.cat([_widened(name, part[name], width) for part in each]) for name in each[0]}
-        limits = torch.cat([self.limits(one.request.prompts, samples, self.limit) for one in opened])
+        limits = torch.cat([self.length_limits(one.request.prompts, samples, self.limit) for one in opened])
         wanted = torch.cat([torch.full((n,), one.request.step == step) for n, one in zip(rows, opened, strict=True)])
         with self.prepared() as head:
-            how = (self.temperature, self.support, None, self.stops, limits)
+            how = (self.temperature, self.sampling_params, None, self.stop_strings, limits)
             drawn = GenerationState(len(limits), self.limit, self.lm.ends, head, before["seed"], *how)
-            drawn.go_on(before, before["going"], wanted)
-            drawn.hand_over = self._hand_over([one.request.prompts for one in opened], samples)
+            drawn.resume(before, before["going"], wanted)
+            drawn.on_finished = self._hand_over([one.request.prompts for one in opened], samples)
             ids = [prompt for one in opened for prompt in _ids(one.request.prompts)]
-            self.decoder(self.lm, ids, samples, self.rows, drawn, self.room)()
+            self.runner(self.lm, ids, samples, self.rows, drawn, self.cache_tokens)()
         self.timeline.merge(drawn.timeline)
         place = torch.arange(self.limit)
-        new = (place >= before["length"][:, None]) & (place < drawn.length[:, None])
+        new = (place >= before["length"][:, None]) & (place < drawn.lengths[:, None])
         version = torch.full(new.shape, -1)
         version[:, : before["version"].shape[1]] = before["version"]
         version[new] = self.version
-        going = before["going"] & ~drawn.ended & (drawn.length < limits)
+        going = before["going"] & ~drawn.stopped & (drawn.lengths < limits)
         done, at = [], 0
         for one, count in zip(opened, rows, strict=True):
             part = slice(at, at + count)
@@ -218,8 +220,8 @@ class LocalEngine(RolloutEngine):
         if self.lm.device.type != "cpu":
             yield head
             return
-        if self.packed is not None:
-            yield self.packed.renewed(self.version)
+        if self.packed_model is not None:
+            yield self.packed_model.refresh(self.version)
             return
         layers = [m for m in self.lm.backbone.modules() if isinstance(m, torch.nn.Linear) and not is_packed(m)]
         every = [m.weight for m in layers] + [head.weight]
@@ -246,7 +248,7 @@ class LocalEngine(RolloutEngine):
         version: Tensor | None = None,
     ) -> Rollouts:
         """These rows of what was drawn; `version`: of each token, where more than one drew them."""
-        length = drawn.length[rows]
+        length = drawn.lengths[rows]
         width, shape = int(length.max()), (len(prompts), samples)
         present = torch.arange(width) < length.view(shape).unsqueeze(-1)
         said = {"mask": present, "present": present} if drawn.turns is None else drawn.turns.fields(shape, present)
@@ -257,14 +259,14 @@ class LocalEngine(RolloutEngine):
         return Rollouts(
             prompt=prompts.prompt,
             problem=prompts.problem,
-            response=part(drawn.token),
+            response=part(drawn.tokens),
             logp_sampler=part(drawn.logp),
-            limit=min(drawn.limit, self.most or drawn.limit),
+            limit=min(drawn.max_tokens, self.max_sampled_tokens or drawn.max_tokens),
             limits=prompts.limits,
-            truncated=~drawn.ended[rows].view(shape),
+            truncated=~drawn.stopped[rows].view(shape),
             temperature=self.temperature,
             version=torch.full((*shape, 1), self.version) if version is None else version[:, :width].view(*shape, -1),
-            kept_mass=None if drawn.mass is None else part(drawn.mass),
+            kept_mass=None if drawn.kept_mass is None else part(drawn.kept_mass),
             **said,
         )
 

@@ -32,7 +32,7 @@ ENCODED = 16_384
 
 
 @dataclass(frozen=True)
-class Segment:
+class PrefillSegment:
     """`count` tokens that join a row behind the `start` that it has; they see `keys` keys of a prompt before those."""
 
     pages: GenericSequence[int]
@@ -43,13 +43,13 @@ class Segment:
     keys: int = 0
 
 
-class Extending:
+class PrefillLayout:
     """The layout of a forward pass over segments, packed into one row, that fills their pages."""
 
     fused: Any = None
     """What attends to all segments at once; False if nothing does. None: not found out yet."""
 
-    def __init__(self, cache: PagedKVCache, segments: GenericSequence[Segment], device: torch.device):
+    def __init__(self, cache: PagedKVCache, segments: GenericSequence[PrefillSegment], device: torch.device):
         self.cache = cache
         self.queries = [part.count for part in segments]
         self.keys = [part.keys + part.start + part.count for part in segments]
@@ -112,7 +112,7 @@ class Extending:
         return bool(self.fused)
 
 
-class Encodes(Protocol):
+class HiddenStateModel(Protocol):
     """A model, or what computes the same."""
 
     @property
@@ -123,7 +123,10 @@ class Encodes(Protocol):
 
 
 def extend(
-    lm: Encodes, cache: PagedKVCache, tokens: GenericSequence[GenericSequence[int]], segments: GenericSequence[Segment]
+    lm: HiddenStateModel,
+    cache: PagedKVCache,
+    tokens: GenericSequence[GenericSequence[int]],
+    segments: GenericSequence[PrefillSegment],
 ) -> Tensor:
     """Tokens join their rows' pages; returned is the hidden state after the last of each."""
     hidden: list[Tensor] = []
@@ -133,7 +136,7 @@ def extend(
         while last < len(segments) and total + len(tokens[last]) <= ENCODED:
             total += len(tokens[last])
             last += 1
-        layout = Extending(cache, segments[first:last], lm.device)
+        layout = PrefillLayout(cache, segments[first:last], lm.device)
         ids = send(torch.tensor([t for part in tokens[first:last] for t in part]), lm.device)
         hidden.append(lm.hidden(ids[None], layout.positions[None], layout)[0][layout.spans.queries[1:].long() - 1])
         first = last
@@ -153,17 +156,17 @@ def _causal(parts: GenericSequence[Tensor], segments: int, scale: float) -> Tens
 
 
 @dataclass
-class Held:
+class BlockReaders:
     """Pages of a prompt, or of a row itself, with the rows that read them."""
 
     pages: GenericSequence[int]
     readers: list[int]
 
 
-class PageBlock:
+class BlockGroup:
     """Pages that attention reads in one go, each for as many rows."""
 
-    def __init__(self, held: GenericSequence[Held], levels: range, rows: int, size: int, device: torch.device):
+    def __init__(self, held: GenericSequence[BlockReaders], levels: range, rows: int, size: int, device: torch.device):
         """The pages at these levels: the first of each prompt (or row) are level 0, the second level 1, and so on."""
         pages = [one.pages[j] for j in levels for one in held if j < len(one.pages)]
         low, count, step = _span(pages)
@@ -240,7 +243,7 @@ def _span(pages: GenericSequence[int]) -> tuple[int, int, int]:
     return low, (max(pages) - low) // step + 1, step
 
 
-def _blocks(held: GenericSequence[Held], rows: int, size: int, device: torch.device) -> list[PageBlock]:
+def _blocks(held: GenericSequence[BlockReaders], rows: int, size: int, device: torch.device) -> list[BlockGroup]:
     """A block for each level, on a CPU, if there are many rows and it reads no more pages so; else one for all levels.
 
     On a GPU the host would have to launch every block.
@@ -253,10 +256,10 @@ def _blocks(held: GenericSequence[Held], rows: int, size: int, device: torch.dev
     whole = _span([page for one in held for page in one.pages])[1]
     apart = device.type == "cpu" and len(held) >= MANY and sum(spans) <= whole
     parts = [range(j, j + 1) for j in levels] if apart else [levels]
-    return [PageBlock(held, part, rows, size, device) for part in parts]
+    return [BlockGroup(held, part, rows, size, device) for part in parts]
 
 
-class Decoding:
+class DecodeLayout:
     """The layout of a step: every running row brings one token, and sees its prompt's pages and its own.
 
     Attention is worked out per page, for all rows that read it, and a row's pages are then weighed by their sums. So
@@ -270,15 +273,17 @@ class Decoding:
         """Work out who reads what. It holds until rows enter, leave, or get pages."""
         members: dict[int, list[int]] = {}
         for i, row in enumerate(rows):
-            members.setdefault(row.prompt, []).append(i)
+            members.setdefault(row.prompt_id, []).append(i)
         how = (len(rows), self.cache.block_size, self.device)
-        prompts = _blocks([Held(schedule.prompts[prompt], those) for prompt, those in members.items()], *how)
-        self.own = _blocks([Held(row.pages, [i]) for i, row in enumerate(rows)], *how)
+        prompts = _blocks(
+            [BlockReaders(schedule.prompt_blocks[prompt], those) for prompt, those in members.items()], *how
+        )
+        self.own = _blocks([BlockReaders(row.block_table, [i]) for i, row in enumerate(rows)], *how)
         self.blocks = [*self.own, *prompts]
-        self.prompt_keys = self._send([schedule.keys[row.prompt] for row in rows])
+        self.prompt_keys = self._send([schedule.prompt_lengths[row.prompt_id] for row in rows])
         for block in prompts:
             block.look(self.prompt_keys, self.cache.block_size)
-        last = [row.pages[-1] for row in rows]
+        last = [row.block_table[-1] for row in rows]
         self.last = self._send(last)
         self.in_order = last == list(range(last[0], last[0] + len(last)))
 
@@ -287,13 +292,13 @@ class Decoding:
 
     def begin(self, rows: GenericSequence[Sequence]) -> Tensor:
         """What every layer of this step needs; the new tokens' positions. Row.length does not count them yet."""
-        length = self._send([row.length for row in rows])
+        length = self._send([row.num_tokens for row in rows])
         for block in self.own:
             block.look(length + 1, self.cache.block_size)
-        first, offset = rows[0].pages[-1], rows[0].length % self.cache.block_size
+        first, offset = rows[0].block_table[-1], rows[0].num_tokens % self.cache.block_size
         self.new: tuple[Any, ...] = (self.last, slice(None), length % self.cache.block_size)
         """Where keys and values of the new tokens are written."""
-        if self.in_order and all(row.length % self.cache.block_size == offset for row in rows):
+        if self.in_order and all(row.num_tokens % self.cache.block_size == offset for row in rows):
             self.new = (slice(first, first + len(rows)), slice(None), offset)
         return self.prompt_keys + length
 

@@ -15,19 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ascent.inference.kv_cache import Extending
+from ascent.inference.kv_cache import PrefillLayout
 from ascent.models.decoder_model import DecoderModel, Layer, norm_heads
 from ascent.models.packed_attention import Spans
 from ascent.ops.cuda_graphs import Graphs, power_above, size_above
 from ascent.ops.paged_kv_cache import PagedKVCache, TensorPair
 
-SIZES = 24
+MAX_PREFILL_GRAPHS = 24
 """Sizes that are captured, at most; further ones are launched."""
-WORK = 5e12
+MAX_GRAPH_WORK = 5e12
 """Tokens times parameters from which on a pass takes the card longer than launching it takes the host."""
 
 
-class PassSize(NamedTuple):
+class PrefillGraphSize(NamedTuple):
     """What a captured pass holds at most: the last segment but those that are empty is padding."""
 
     tokens: int
@@ -37,7 +37,7 @@ class PassSize(NamedTuple):
     longest_key: int
 
     @classmethod
-    def of(cls, layout: Extending) -> PassSize:
+    def of(cls, layout: PrefillLayout) -> PrefillGraphSize:
         tokens = size_above(len(layout.page) + 1)
         keys = size_above(len(layout.seen[0]) + tokens - len(layout.page))
         longest = power_above(layout.spans.longest_query), power_above(layout.spans.longest_key)
@@ -45,7 +45,7 @@ class PassSize(NamedTuple):
 
 
 @dataclass
-class FixedLayout:
+class StaticPrefillLayout:
     """What `Prefill` asks a layout for, in a captured pass: tensors that stay where they are."""
 
     cache: PagedKVCache
@@ -60,47 +60,47 @@ class FixedLayout:
 
 
 @dataclass
-class CapturedPasses:
+class PrefillGraphs:
     """The captured passes by their sizes, and how often a size was used."""
 
     graphs: Graphs
     most: int
     """Tokens of a pass that is captured, at most."""
-    by_size: dict[PassSize, CapturedPass] = field(default_factory=dict)
-    used: Counter[PassSize] = field(default_factory=Counter)
+    by_size: dict[PrefillGraphSize, PrefillGraph] = field(default_factory=dict)
+    used: Counter[PrefillGraphSize] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
-class Prefill:
+class PrefillModel:
     """The model over tokens that are given, packed into one row: `extend` takes it in place of the model itself."""
 
     net: DecoderModel
     ops: ModuleType
     tables: list[TensorPair]
-    passes: CapturedPasses
+    passes: PrefillGraphs
 
     @property
     def device(self) -> torch.device:
         return self.net.embedding.device
 
-    def hidden(self, ids: Tensor, positions: Tensor, layout: Extending) -> Tensor:
+    def hidden(self, ids: Tensor, positions: Tensor, layout: PrefillLayout) -> Tensor:
         """Hidden states `[1 token hidden]`. The layout writes keys and values to their pages, and attends to those."""
-        size, there = PassSize.of(layout), self.passes.by_size
+        size, there = PrefillGraphSize.of(layout), self.passes.by_size
         if size not in there and self._captures(size, layout):
-            there[size] = CapturedPass(self, size, ids[0], layout)
+            there[size] = PrefillGraph(self, size, ids[0], layout)
         if size in there:
             return there[size](ids[0], layout)
         return self.through(ids[0], positions[0], layout).unsqueeze(0)
 
-    def _captures(self, size: PassSize, layout: Extending) -> bool:
+    def _captures(self, size: PrefillGraphSize, layout: PrefillLayout) -> bool:
         """Now, at the second use of a size?"""
         passes = self.passes
         passes.used[size] += 1
-        if size.tokens > passes.most or passes.used[size] < 2 or len(passes.by_size) >= SIZES:
+        if size.tokens > passes.most or passes.used[size] < 2 or len(passes.by_size) >= MAX_PREFILL_GRAPHS:
             return False
         return layout.fuses(self.net.embedding.new_empty(0, 1, self.net.head_dim)) and layout.fused.captured
 
-    def through(self, ids: Tensor, positions: Tensor, layout: Extending | FixedLayout) -> Tensor:
+    def through(self, ids: Tensor, positions: Tensor, layout: PrefillLayout | StaticPrefillLayout) -> Tensor:
         net, ops = self.net, self.ops
         turns = {id(pair): [table[positions] for table in pair] for pair in self.tables}
 
@@ -115,17 +115,17 @@ class Prefill:
         return net.forward(ops, ids, attend)
 
 
-class CapturedPass:
+class PrefillGraph:
     """A pass over up to so many tokens, in one launch."""
 
-    def __init__(self, prefill: Prefill, size: PassSize, ids: Tensor, layout: Extending):
+    def __init__(self, prefill: PrefillModel, size: PrefillGraphSize, ids: Tensor, layout: PrefillLayout):
         self.size, self.nobodys = size, layout.cache.num_blocks - 1
         self.parts = self._padded(ids, layout)
         self.out = ids  # until the first pass
         ids, positions, page, offset, seen_page, seen_offset, queries, keys = self.parts
         nothing = queries[:0]
         spans = Spans(queries, keys, size.longest_query, size.longest_key, nothing, nothing, nothing)
-        placed = FixedLayout(layout.cache, page, offset, (seen_page, seen_offset), spans, layout.fused)
+        placed = StaticPrefillLayout(layout.cache, page, offset, (seen_page, seen_offset), spans, layout.fused)
 
         def work() -> None:
             self.out = prefill.through(ids, positions, placed)
@@ -133,7 +133,7 @@ class CapturedPass:
         prefill.passes.graphs.warm(work)
         self.replay = prefill.passes.graphs.capture(work)
 
-    def _padded(self, ids: Tensor, layout: Extending) -> list[Tensor]:
+    def _padded(self, ids: Tensor, layout: PrefillLayout) -> list[Tensor]:
         size, tokens, keys = self.size, len(ids), len(layout.seen[0])
         given = ((ids, 0), (layout.positions, 0), (layout.page, self.nobodys), (layout.offset, 0))
         seen = ((layout.seen[0], self.nobodys), (layout.seen[1], 0))
@@ -144,7 +144,7 @@ class CapturedPass:
             for part, value in parts
         ]
 
-    def __call__(self, ids: Tensor, layout: Extending) -> Tensor:
+    def __call__(self, ids: Tensor, layout: PrefillLayout) -> Tensor:
         """Hidden states, with those of padding; the next pass writes others there."""
         torch._foreach_copy_(self.parts, self._padded(ids, layout))
         self.replay()

@@ -20,7 +20,7 @@ from collections.abc import Sequence as GenericSequence
 
 from ascent.core.errors import ConfigError
 from ascent.inference.block_manager import BlockManager
-from ascent.inference.sequence import NOWHERE, Sequence
+from ascent.inference.sequence import NOT_RUNNING, Sequence
 
 SPARE = 8
 """Running rows per page that is kept free for their growth when another row enters."""
@@ -49,200 +49,228 @@ class Scheduler:
         `together`: prompts that get pages at once, where there is room, because they are encoded together. `begun`: of
         responses that an earlier call began, the tokens to encode when they come back; `over`: those that it ended.
         """
-        self.keys, self.samples, self.pages, self.together = dict(enumerate(prompts)), samples, pages, together
-        self.own: dict[int, int] = {}
+        self.prompt_lengths, self.samples, self.block_manager, self.max_prefill_prompts = (
+            dict(enumerate(prompts)),
+            samples,
+            pages,
+            together,
+        )
+        self.seq_prompts: dict[int, int] = {}
         """The prompts of responses that came while the others ran (`add`)."""
-        least = pages.need(max(prompts, default=0)) + pages.need(limit)
-        if pages.count < least:
+        least = pages.blocks_needed(max(prompts, default=0)) + pages.blocks_needed(limit)
+        if pages.num_blocks < least:
             raise ConfigError(
-                f"the cache has room for {pages.count * pages.size} tokens, and one response may take "
-                f"{least * pages.size}: set a lower --max-tokens, or free memory"
+                f"the cache has room for {pages.num_blocks * pages.block_size} tokens, and one response may take "
+                f"{least * pages.block_size}: set a lower --max-tokens, or free memory"
             )
-        self.limit = limit
+        self.max_tokens = limit
         self.waiting = deque(i for i in range(len(prompts) * samples) if i not in over)
-        self.rows: dict[int, Sequence] = {}
+        self.sequences: dict[int, Sequence] = {}
         """Running and parked rows, by response, in the order in which they entered."""
-        self.ready: deque[int] = deque()
+        self.resuming: deque[int] = deque()
         """Parked rows that want a lane, and pages for what they were given."""
-        self.away: set[int] = set()
+        self.preempted_idle: set[int] = set()
         """Rows that were evicted while they were parked."""
-        self.free_lanes = list(range(lanes))[::-1]
-        self.prompts: dict[int, list[int]] = {}
+        self.free_batch_indices = list(range(lanes))[::-1]
+        self.prompt_blocks: dict[int, list[int]] = {}
         """The pages of each prompt that is encoded."""
-        self.fresh: list[int] = []
+        self.prompts_to_prefill: list[int] = []
         """Prompts that have pages and nothing on them: the caller encodes them and empties this list."""
-        self.kept: dict[int, int] = dict(begun or {})
+        self.recompute_lengths: dict[int, int] = dict(begun or {})
         """Of responses that were evicted, the tokens to encode when they come back."""
-        self.left = dict.fromkeys(range(len(prompts)), samples)
+        self.num_unfinished = dict.fromkeys(range(len(prompts)), samples)
         """Responses of each prompt that have not ended."""
         for response in over:
-            self.left[response // samples] -= 1
-        self.readers = dict.fromkeys(range(len(prompts)), 0)
+            self.num_unfinished[response // samples] -= 1
+        self.ref_counts = dict.fromkeys(range(len(prompts)), 0)
         """Rows on each prompt's pages."""
-        self.evictions = 0
+        self.num_preemptions = 0
 
-    def prompt(self, response: int) -> int:
-        return self.own.get(response, response // self.samples)
+    def prompt_of(self, response: int) -> int:
+        return self.seq_prompts.get(response, response // self.samples)
 
     def add(self, response: int, prompt: int, keys: int, kept: int = 0) -> None:
         """One more response waits, to a prompt that may be new. `kept`: tokens to encode when it enters."""
-        self.own[response] = prompt
-        if prompt not in self.keys:
-            self.keys[prompt], self.left[prompt], self.readers[prompt] = keys, 0, 0
-        self.left[prompt] += 1
+        self.seq_prompts[response] = prompt
+        if prompt not in self.prompt_lengths:
+            self.prompt_lengths[prompt], self.num_unfinished[prompt], self.ref_counts[prompt] = keys, 0, 0
+        self.num_unfinished[prompt] += 1
         if kept:
-            self.kept[response] = kept
+            self.recompute_lengths[response] = kept
         self.waiting.append(response)
 
     @property
     def running(self) -> list[Sequence]:
-        return [row for row in self.rows.values() if row.lane != NOWHERE]
+        return [row for row in self.sequences.values() if row.batch_index != NOT_RUNNING]
 
-    def admit(self, ahead: int = 1, most: int | None = None) -> list[Sequence]:
+    def schedule(self, ahead: int = 1, most: int | None = None) -> list[Sequence]:
         """Rows that now get a lane, parked ones that are ready and then waiting ones, with room for `ahead` tokens.
 
         `most`: how many may run then, if fewer than there are lanes.
         """
         entering: list[Sequence] = []
-        lanes = len(self.free_lanes) if most is None else min(len(self.free_lanes), most - len(self.running))
-        while len(entering) < lanes and self.ready and self._widen(row := self.rows[self.ready[0]], ahead):
-            self.ready.popleft()
-            row.lane = self.free_lanes.pop()
+        lanes = (
+            len(self.free_batch_indices)
+            if most is None
+            else min(len(self.free_batch_indices), most - len(self.running))
+        )
+        while (
+            len(entering) < lanes and self.resuming and self._try_resume(row := self.sequences[self.resuming[0]], ahead)
+        ):
+            self.resuming.popleft()
+            row.batch_index = self.free_batch_indices.pop()
             entering.append(row)
-        while len(entering) < lanes and self.waiting and (new := self._enter(self.waiting[0], ahead)) is not None:
+        while len(entering) < lanes and self.waiting and (new := self._try_start(self.waiting[0], ahead)) is not None:
             self.waiting.popleft()
-            new.lane = self.free_lanes.pop()
+            new.batch_index = self.free_batch_indices.pop()
             entering.append(new)
         return entering
 
-    def _widen(self, row: Sequence, ahead: int) -> bool:
+    def _try_resume(self, row: Sequence, ahead: int) -> bool:
         """Pages for what a parked row was given; others that do not run are evicted for it only if nobody runs."""
-        want = self.pages.need(min(row.length + ahead, self.limit)) - len(row.pages)
-        if want > len(self.pages):
-            self._drop_idle()
-            self._make_room(want, row.prompt)
-        while want > len(self.pages) and not self.running and row.response in self.rows:
-            self._evict()
-        if want > len(self.pages) or row.response not in self.rows:
+        want = self.block_manager.blocks_needed(min(row.num_tokens + ahead, self.max_tokens)) - len(row.block_table)
+        if want > len(self.block_manager):
+            self._free_unused_prompts()
+            self._preempt_idle(want, row.prompt_id)
+        while want > len(self.block_manager) and not self.running and row.seq_id in self.sequences:
+            self.preempt()
+        if want > len(self.block_manager) or row.seq_id not in self.sequences:
             return False
-        row.pages += self.pages.take(max(0, want))
+        row.block_table += self.block_manager.allocate(max(0, want))
         return True
 
-    def _enter(self, response: int, ahead: int) -> Sequence | None:
-        prompt, length = self.prompt(response), self.kept.get(response, 0)
-        own = self.pages.need(min(length + ahead, self.limit))
-        new = 0 if prompt in self.prompts else self.pages.need(self.keys[prompt])
-        if len(self.pages) < own + new + len(self.rows) // SPARE:
-            held = self.pages.count - len(self.pages) - sum(map(len, self.prompts.values()))
-            growth = len(self.rows) * self.pages.need(self.limit) - held  # what the rows may still come to need
-            want = own + new + min(len(self.rows) // SPARE, growth)
-            if len(self.pages) < want:
-                self._drop_idle(keep=prompt)
-                if len(self.pages) < want and not self._make_room(want, prompt):
+    def _try_start(self, response: int, ahead: int) -> Sequence | None:
+        prompt, length = self.prompt_of(response), self.recompute_lengths.get(response, 0)
+        own = self.block_manager.blocks_needed(min(length + ahead, self.max_tokens))
+        new = 0 if prompt in self.prompt_blocks else self.block_manager.blocks_needed(self.prompt_lengths[prompt])
+        if len(self.block_manager) < own + new + len(self.sequences) // SPARE:
+            held = self.block_manager.num_blocks - len(self.block_manager) - sum(map(len, self.prompt_blocks.values()))
+            growth = (
+                len(self.sequences) * self.block_manager.blocks_needed(self.max_tokens) - held
+            )  # what the rows may still come to need
+            want = own + new + min(len(self.sequences) // SPARE, growth)
+            if len(self.block_manager) < want:
+                self._free_unused_prompts(keep=prompt)
+                if len(self.block_manager) < want and not self._preempt_idle(want, prompt):
                     return None
-        self.kept.pop(response, None)
-        row = Sequence(response, prompt, length, self.pages.take(own))
-        if prompt not in self.prompts:
-            self._encode_from(prompt)
-        self.rows[response] = row
-        self.readers[prompt] += 1
+        self.recompute_lengths.pop(response, None)
+        row = Sequence(response, prompt, length, self.block_manager.allocate(own))
+        if prompt not in self.prompt_blocks:
+            self._allocate_prompts(prompt)
+        self.sequences[response] = row
+        self.ref_counts[prompt] += 1
         return row
 
-    def _make_room(self, pages: int, prompt: int) -> bool:
+    def _preempt_idle(self, pages: int, prompt: int) -> bool:
         """This many free pages, at the cost of rows that wait for a turn which may never be asked for."""
-        parked = [row for row in self.rows.values() if row.lane == NOWHERE and row.response not in self.ready]
-        for row in parked if self.own else []:
-            if len(self.pages) >= pages:
+        parked = [
+            row for row in self.sequences.values() if row.batch_index == NOT_RUNNING and row.seq_id not in self.resuming
+        ]
+        for row in parked if self.seq_prompts else []:
+            if len(self.block_manager) >= pages:
                 break
-            self._evict(row)
-            self._drop_idle(keep=prompt)
-        return len(self.pages) >= pages
+            self.preempt(row)
+            self._free_unused_prompts(keep=prompt)
+        return len(self.block_manager) >= pages
 
-    def _encode_from(self, prompt: int) -> None:
+    def _allocate_prompts(self, prompt: int) -> None:
         """Pages for this prompt, and for those behind it as far as they leave room for the rows to grow."""
-        for p in (p for p in range(prompt, prompt + self.together) if p in self.keys):
-            need = self.pages.need(self.keys[p])
-            if p != prompt and (p in self.prompts or not self.left[p] or len(self.pages) < need + 2 * len(self.rows)):
+        for p in (p for p in range(prompt, prompt + self.max_prefill_prompts) if p in self.prompt_lengths):
+            need = self.block_manager.blocks_needed(self.prompt_lengths[p])
+            if p != prompt and (
+                p in self.prompt_blocks
+                or not self.num_unfinished[p]
+                or len(self.block_manager) < need + 2 * len(self.sequences)
+            ):
                 continue
-            self.prompts[p] = self.pages.take(need, high=True)
-            self.fresh.append(p)
+            self.prompt_blocks[p] = self.block_manager.allocate(need, high=True)
+            self.prompts_to_prefill.append(p)
 
-    def _drop_idle(self, keep: int | None = None) -> None:
-        for prompt in [p for p in self.prompts if self.readers[p] == 0 and p != keep]:
-            self.pages.give(self.prompts.pop(prompt))
-            self.fresh = [p for p in self.fresh if p != prompt]
+    def _free_unused_prompts(self, keep: int | None = None) -> None:
+        for prompt in [p for p in self.prompt_blocks if self.ref_counts[p] == 0 and p != keep]:
+            self.block_manager.free(self.prompt_blocks.pop(prompt))
+            self.prompts_to_prefill = [p for p in self.prompts_to_prefill if p != prompt]
 
-    def fits(self, ahead: int) -> bool:
+    def can_append(self, ahead: int) -> bool:
         """Is there room for `ahead` more tokens in all rows that run, with nobody evicted?"""
-        size, free = self.pages.size, len(self.pages)
-        short = (row for row in self.running if row.length + ahead > len(row.pages) * size)
-        return sum(self.pages.need(min(row.length + ahead, self.limit)) - len(row.pages) for row in short) <= free
+        size, free = self.block_manager.block_size, len(self.block_manager)
+        short = (row for row in self.running if row.num_tokens + ahead > len(row.block_table) * size)
+        return (
+            sum(
+                self.block_manager.blocks_needed(min(row.num_tokens + ahead, self.max_tokens)) - len(row.block_table)
+                for row in short
+            )
+            <= free
+        )
 
-    def grow(self, ahead: int, rows: GenericSequence[Sequence] | None = None) -> list[Sequence]:
+    def reserve(self, ahead: int, rows: GenericSequence[Sequence] | None = None) -> list[Sequence]:
         """Room for `ahead` more tokens in these rows (all that run), oldest first; those that were evicted for it."""
         evicted: list[Sequence] = []
         for row in self.running if rows is None else rows:
-            if row.length + ahead <= len(row.pages) * self.pages.size or row.response not in self.rows:
+            if (
+                row.num_tokens + ahead <= len(row.block_table) * self.block_manager.block_size
+                or row.seq_id not in self.sequences
+            ):
                 continue
-            want = self.pages.need(min(row.length + ahead, self.limit)) - len(row.pages)
-            while want > len(self.pages) and row.response in self.rows:
-                self._drop_idle()
-                if want > len(self.pages):
-                    evicted.append(self._evict())
-            if row.response in self.rows and want > 0:
-                row.pages += self.pages.take(want)
+            want = self.block_manager.blocks_needed(min(row.num_tokens + ahead, self.max_tokens)) - len(row.block_table)
+            while want > len(self.block_manager) and row.seq_id in self.sequences:
+                self._free_unused_prompts()
+                if want > len(self.block_manager):
+                    evicted.append(self.preempt())
+            if row.seq_id in self.sequences and want > 0:
+                row.block_table += self.block_manager.allocate(want)
         return evicted
 
-    def _evict(self, row: Sequence | None = None) -> Sequence:
+    def preempt(self, row: Sequence | None = None) -> Sequence:
         """This row, or the one that entered last, gives up its pages and waits, first in line."""
-        row = row or self.rows[next(reversed(self.rows))]
-        self.kept[row.response] = row.length
-        if row.lane == NOWHERE and row.response not in self.ready:
-            self.away.add(row.response)
+        row = row or self.sequences[next(reversed(self.sequences))]
+        self.recompute_lengths[row.seq_id] = row.num_tokens
+        if row.batch_index == NOT_RUNNING and row.seq_id not in self.resuming:
+            self.preempted_idle.add(row.seq_id)
         else:
-            self.waiting.appendleft(row.response)
+            self.waiting.appendleft(row.seq_id)
         self._remove(row)
-        self.evictions += 1
+        self.num_preemptions += 1
         return row
 
-    def park(self, response: int) -> None:
+    def suspend(self, response: int) -> None:
         """This row waits for its environment: another takes its lane, its pages stay."""
-        row = self.rows[response]
-        self.free_lanes.append(row.lane)
-        row.lane = NOWHERE
+        row = self.sequences[response]
+        self.free_batch_indices.append(row.batch_index)
+        row.batch_index = NOT_RUNNING
 
-    def unpark(self, response: int, length: int) -> None:
+    def resume(self, response: int, length: int) -> None:
         """A parked row may continue with so many tokens; one that was evicted meanwhile waits for pages first."""
-        if response in self.away:
-            self.away.remove(response)
-            self.kept[response] = length
+        if response in self.preempted_idle:
+            self.preempted_idle.remove(response)
+            self.recompute_lengths[response] = length
             self.waiting.appendleft(response)
         else:
-            self.rows[response].length = length
-            self.ready.append(response)
+            self.sequences[response].num_tokens = length
+            self.resuming.append(response)
 
-    def end(self, response: int) -> None:
+    def finish(self, response: int) -> None:
         """This response is over; with its prompt's last one the prompt's pages are free too."""
-        prompt = self.prompt(response)
-        if response in self.rows:
-            self._remove(self.rows[response])
-        elif response in self.away:
-            self.away.remove(response)
+        prompt = self.prompt_of(response)
+        if response in self.sequences:
+            self._remove(self.sequences[response])
+        elif response in self.preempted_idle:
+            self.preempted_idle.remove(response)
         else:
             self.waiting.remove(response)
-        self.kept.pop(response, None)
-        self.left[prompt] -= 1
-        if self.left[prompt] == 0:
-            self.pages.give(self.prompts.pop(prompt, []))
-            self.fresh = [p for p in self.fresh if p != prompt]
-        if self.own.pop(response, None) is not None and self.left[prompt] == 0:
-            del self.keys[prompt], self.left[prompt], self.readers[prompt]
+        self.recompute_lengths.pop(response, None)
+        self.num_unfinished[prompt] -= 1
+        if self.num_unfinished[prompt] == 0:
+            self.block_manager.free(self.prompt_blocks.pop(prompt, []))
+            self.prompts_to_prefill = [p for p in self.prompts_to_prefill if p != prompt]
+        if self.seq_prompts.pop(response, None) is not None and self.num_unfinished[prompt] == 0:
+            del self.prompt_lengths[prompt], self.num_unfinished[prompt], self.ref_counts[prompt]
 
     def _remove(self, row: Sequence) -> None:
-        del self.rows[row.response]
-        self.pages.give(row.pages)
-        self.readers[row.prompt] -= 1
-        if row.lane != NOWHERE:
-            self.free_lanes.append(row.lane)
-        elif row.response in self.ready:
-            self.ready.remove(row.response)
+        del self.sequences[row.seq_id]
+        self.block_manager.free(row.block_table)
+        self.ref_counts[row.prompt_id] -= 1
+        if row.batch_index != NOT_RUNNING:
+            self.free_batch_indices.append(row.batch_index)
+        elif row.seq_id in self.resuming:
+            self.resuming.remove(row.seq_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-NOWHERE = -1
+NOT_RUNNING = -1
 """The lane of a row that is parked."""
 
 
@@ -12,9 +12,9 @@ NOWHERE = -1
 class Sequence:
     """One response on pages, from when it enters until it leaves or is evicted; then it is another row."""
 
-    response: int
-    prompt: int
-    length: int
+    seq_id: int
+    prompt_id: int
+    num_tokens: int
     """Tokens that its own pages hold, or will after the steps that are under way."""
-    pages: list[int] = field(default_factory=list)
-    lane: int = NOWHERE
+    block_table: list[int] = field(default_factory=list)
+    batch_index: int = NOT_RUNNING

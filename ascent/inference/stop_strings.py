@@ -15,7 +15,7 @@ SLACK = 4
 """Characters at the start of a cut-out text that may differ from the whole: a space, or part of a character."""
 
 
-class Stops:
+class StopStrings:
     """Knows which tokens can complete one of the strings, and looks at the text behind those alone."""
 
     def __init__(self, strings: tuple[str, ...], tokenizer: Any, vocab: int):

@@ -49,7 +49,7 @@ class Watch(TrainerCallback):
         lm = LanguageModel(model, tokenizer)
         task = TokenizedTask(config.task, lm)
         sampler = LocalEngine(lm, config.task.max_tokens, 1.0, torch.Generator(), rows=512)
-        sampler.decoder = EagerRunner
+        sampler.runner = EagerRunner
         self.evaluate, self.config, self.task = sample_evaluator(config, task, sampler), config, task
         self.points: list[dict[str, float]] = []
         self.spent, self.done = 0.0, 0

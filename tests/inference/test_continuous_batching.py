@@ -23,14 +23,14 @@ from ascent.inference.continuous_batching import SWITCH, LocalConversationEngine
 from ascent.inference.engine import LocalEngine
 from ascent.inference.request_queue import Completion, CompletionDelta, QueueFullError, Request, RequestQueue
 from ascent.inference.runners import cuda_graph, paged
-from ascent.inference.runners.cuda_graph import DecodeLoop, graph_decoder
+from ascent.inference.runners.cuda_graph import DecodeLoop, cuda_graph_runner
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
 from ascent.ops import decode_ops, decode_state
 from ascent.ops.token_sampling import response_seeds
 from tests.language import VOCAB, AtOnce, model_of, prompts_of, sampler_of
 
-LIMIT, LONG = 24, 60
+LIMIT, MIN_SPLIT_KV_LENGTH = 24, 60
 """Tokens behind a prompt and tokens of a turn, at most; seconds that a test waits for a state."""
 DECODERS = ("group", "graph", "waves", *(["card"] if torch.cuda.is_available() else []))
 pytestmark = pytest.mark.long
@@ -42,12 +42,12 @@ def ready(decoder: str, **more: Any) -> LocalEngine:
         lm.model.to("cuda")
     sampler = sampler_of(lm, LIMIT, rows=more.pop("rows", 3), **more)
     if decoder == "graph":
-        made, why = graph_decoder(lm)
+        made, why = cuda_graph_runner(lm)
         assert made is not None, why
-        sampler.decoder = made
+        sampler.runner = made
     elif decoder == "waves":
         lm.shares = False
-    assert sampler.decoder is not EagerRunner and (decoder != "card" or sampler.decoder is not PagedRunner)
+    assert sampler.runner is not EagerRunner and (decoder != "card" or sampler.runner is not PagedRunner)
     sampler.version = 5
     return sampler
 
@@ -70,7 +70,7 @@ def serving(sampler: LocalEngine, most: int = 64, slots: int = 4, room: int = 0)
         yield request_queue
     finally:
         request_queue.close()
-        thread.join(LONG)
+        thread.join(MIN_SPLIT_KV_LENGTH)
         assert not thread.is_alive()
     assert not failed, failed
 
@@ -86,7 +86,7 @@ class Asked:
 
     def done(self) -> Completion:
         while True:
-            event = self.events.get(timeout=LONG)
+            event = self.events.get(timeout=MIN_SPLIT_KV_LENGTH)
             if isinstance(event, Completion):
                 return event
 
@@ -131,9 +131,9 @@ def test_a_request_that_takes_the_slot_of_one_that_just_ended_reads_its_own_prom
 
         asked = threading.Event()
         beside = Asked(request_queue, first, [], 1, stream=True)
-        beside.events.get(timeout=LONG)  # it runs
+        beside.events.get(timeout=MIN_SPLIT_KV_LENGTH)  # it runs
         request_queue.submit(Request(second, [], 2, max_tokens=3, on_output=ask_at_once))
-        assert asked.wait(LONG)
+        assert asked.wait(MIN_SPLIT_KV_LENGTH)
         done, other = later[0].done(), beside.done()
     assert not other.error and done.tokens == alone.tokens
     assert torch.allclose(torch.tensor(done.logp), torch.tensor(alone.logp), atol=1e-5)
@@ -157,7 +157,7 @@ def test_conversations_over_requests_are_those_of_one_call(decoder: str) -> None
         threads = [threading.Thread(target=one, args=(i,)) for i in range(len(seeds))]
         random.Random(0).shuffle(threads)
         [thread.start() for thread in threads]
-        [thread.join(LONG) for thread in threads]
+        [thread.join(MIN_SPLIT_KV_LENGTH) for thread in threads]
     for i in range(len(seeds)):
         present, mask = (part.flatten(0, 1)[i] for part in (plain.present, plain.mask))
         assert talks[i][0] == plain.response.flatten(0, 1)[i][present].tolist(), i
@@ -177,7 +177,7 @@ def test_a_turn_is_the_same_alone_watched_and_begun_anew(decoder: str) -> None:
         [other.done() for other in others]  # its slot is needed
         again = Asked(request_queue, [5, 6, 7], given, 1, max_tokens=6, conversation_id="a", stream=True)
         shown, logp = list[int](), list[float]()
-        while not isinstance(event := again.events.get(timeout=LONG), Completion):
+        while not isinstance(event := again.events.get(timeout=MIN_SPLIT_KV_LENGTH), Completion):
             shown, logp = shown + event.tokens, logp + event.logp
         assert event.tokens[: len(shown)] == shown and len(logp) == len(shown)
         assert logp == pytest.approx(event.logp[: len(shown)], abs=1e-6)
@@ -261,7 +261,7 @@ def test_a_small_cache_evicts_and_changes_nothing(decoder: str) -> None:
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (paged, decode_ops, decode_state, cuda_graph):
         monkeypatch.setattr(module, "BLOCK_SIZE", 2)
-    monkeypatch.setattr(paged, "WIDE", 2)
+    monkeypatch.setattr(paged, "WIDE_BLOCK_SIZE", 2)
 
 
 @pytest.mark.usefixtures("small_pages")
@@ -283,7 +283,7 @@ def test_a_conversation_continues_where_parked_ones_fill_the_cache(decoder: str)
 @pytest.mark.usefixtures("small_pages")
 def test_a_row_that_loses_its_pages_and_gets_others_at_once_is_encoded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two continue together: the older takes pages of the newer, for which fewer than it had are enough."""
-    monkeypatch.setattr(cuda_graph, "ROUND", 8)
+    monkeypatch.setattr(cuda_graph, "STEPS_PER_LAUNCH", 8)
     prompt, seeds = [5, 6, 7], (0, 6)
 
     def drawn(room: int) -> list[Completion]:
@@ -300,7 +300,7 @@ def test_a_row_that_loses_its_pages_and_gets_others_at_once_is_encoded_anew(monk
         with serving(ready("graph"), room=room) as request_queue:
             first = Asked(request_queue, prompt, [], seeds[0], conversation_id="older").done()
             request_queue.submit(Request(prompt, [], seeds[1], LIMIT, go_on, conversation_id="newer"))
-            assert asked.wait(LONG)
+            assert asked.wait(MIN_SPLIT_KV_LENGTH)
             return [one.done() for one in later]
 
     for few, many in zip(drawn(34), drawn(0), strict=True):
@@ -399,7 +399,7 @@ def test_who_asks_again_as_soon_as_the_desk_is_closed_is_refused() -> None:
 
 
 def test_the_decoder_of_groups_is_the_one_that_serves() -> None:
-    decoder: Any = ready("group").decoder
+    decoder: Any = ready("group").runner
     assert decoder.func is PagedRunner
 
 
@@ -409,8 +409,8 @@ def test_the_decoder_of_groups_is_the_one_that_serves() -> None:
 def a_run(**more: Any) -> DecodeLoop:
     """A run of which nothing is there but what decides who enters."""
     run = object.__new__(DecodeLoop)
-    run.held_since, run.flight = math.inf, lambda: None
-    run.schedule, run.drawn = SimpleNamespace(ready=[], waiting=[3]), SimpleNamespace(open=True)  # type: ignore[assignment]
+    run.delay_start, run.in_flight = math.inf, lambda: None
+    run.scheduler, run.generation = SimpleNamespace(ready=[], waiting=[3]), SimpleNamespace(open=True)  # type: ignore[assignment]
     vars(run).update(more)
     return run
 
@@ -421,27 +421,27 @@ def test_requests_that_follow_each_other_wait_for_those_behind_them_while_others
     clock = [10.0]
     monkeypatch.setattr(cuda_graph.time, "perf_counter", lambda: clock[0])
     run = a_run()
-    assert run._holds(2) and run._holds(1) and not run._holds(0)  # none came any more
-    for clock[0] in (20.0, 20.0 + cuda_graph.LATEST / 2):
-        assert run._holds(1)
-    clock[0] = 20.0 + cuda_graph.LATEST
-    assert not run._holds(1) and run._holds(1)  # nobody waits longer; the next ones begin anew
-    assert not a_run(flight=None)._holds(1)  # nothing runs
-    assert not a_run(drawn=SimpleNamespace(open=False))._holds(1)
-    assert not a_run(schedule=SimpleNamespace(ready=[], waiting=[]))._holds(1)
+    assert run._should_delay(2) and run._should_delay(1) and not run._should_delay(0)  # none came any more
+    for clock[0] in (20.0, 20.0 + cuda_graph.MAX_DELAY_SECONDS / 2):
+        assert run._should_delay(1)
+    clock[0] = 20.0 + cuda_graph.MAX_DELAY_SECONDS
+    assert not run._should_delay(1) and run._should_delay(1)  # nobody waits longer; the next ones begin anew
+    assert not a_run(flight=None)._should_delay(1)  # nothing runs
+    assert not a_run(drawn=SimpleNamespace(open=False))._should_delay(1)
+    assert not a_run(schedule=SimpleNamespace(ready=[], waiting=[]))._should_delay(1)
     drawn = SimpleNamespace(open=True, answers=lambda _: [(3, [])], entering=list, limits=torch.zeros(4))
-    assert a_run(drawn=drawn, limits=[0] * 4, _end=lambda _: None)._hear(wait=False) == 0  # one left, and none came
+    assert a_run(drawn=drawn, limits=[0] * 4, _end=lambda _: None)._poll(wait=False) == 0  # one left, and none came
 
 
 def test_rows_whose_turns_ended_together_go_on_when_all_of_them_are_back() -> None:
     asked = {4: 9, 5: 9}
     drawn = SimpleNamespace(open=False, turns=SimpleNamespace(asked=asked))
     run = a_run(drawn=drawn, begun={1: 7, 2: 7, 4: 7, 5: 8}, schedule=SimpleNamespace(ready=[1, 2], waiting=[]))
-    assert not run._all_back
+    assert not run._turn_group_complete
     del asked[4]
-    assert run._all_back
-    run.schedule.ready.clear()
-    assert not run._all_back
+    assert run._turn_group_complete
+    run.scheduler.ready.clear()
+    assert not run._turn_group_complete
 
 
 def test_threads_take_turns_while_requests_are_served() -> None:

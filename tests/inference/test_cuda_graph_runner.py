@@ -20,7 +20,7 @@ from ascent.core.algorithms import ALGORITHMS
 from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Prompts, Rollouts
 from ascent.inference.runners import cuda_graph
-from ascent.inference.runners.cuda_graph import CudaGraphRunner, graph_decoder
+from ascent.inference.runners.cuda_graph import CudaGraphRunner, cuda_graph_runner
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
 from ascent.models import LanguageModel, decoder_model
@@ -37,14 +37,14 @@ LIKE = ("Llama", "Qwen2", "Qwen3", "Mistral")
 
 
 def decoder_of(lm: LanguageModel) -> CudaGraphRunner:
-    decoder, why = graph_decoder(lm)
+    decoder, why = cuda_graph_runner(lm)
     assert decoder is not None, why
     return decoder
 
 
 def drawn_by(decoder: Any, lm: LanguageModel, samples: int = 4, greedy: bool = False, **more: Any) -> Rollouts:
     sampler = sampler_of(lm, **more)
-    sampler.decoder = decoder
+    sampler.runner = decoder
     return sampler.generate(Prompts.of(prompts_of()), samples, greedy)
 
 
@@ -91,7 +91,7 @@ def test_neither_rows_nor_rounds_change_a_response(rows: int, steps: int, monkey
     lm = model_of()
     want = drawn_by(PagedRunner, lm, rows=64)
     assert len(want.mask.sum(-1).unique()) > 3, "lengths have to differ for lanes to be given away"
-    monkeypatch.setattr(cuda_graph, "ROUND", steps)
+    monkeypatch.setattr(cuda_graph, "STEPS_PER_LAUNCH", steps)
     same(drawn_by(decoder_of(lm), lm, rows=rows), want)
 
 
@@ -111,7 +111,7 @@ def test_one_decoder_serves_calls_of_any_size() -> None:
     for more in ({"limit": 3}, {"limit": 20, "rows": 3}, {"limit": 9, "temperature": 0.5}, {"limit": 4, "top_k": 2}):
         same(drawn_by(decoder, lm, **more), drawn_by(PagedRunner, lm, **more))
         lm.ends = frozenset({7, 8}) if lm.ends == ends else ends
-    assert graph_decoder(lm)[0] is decoder
+    assert cuda_graph_runner(lm)[0] is decoder
 
 
 def test_prompts_of_one_token() -> None:
@@ -119,7 +119,7 @@ def test_prompts_of_one_token() -> None:
     found = []
     for decoder in (decoder_of(lm), PagedRunner):
         sampler = sampler_of(lm)
-        sampler.decoder = decoder
+        sampler.runner = decoder
         found.append(sampler.generate(Prompts.of(torch.tensor([[4, -1, -1], [1, 2, 3], [9, -1, -1]])), 3))
     same(*found)
 
@@ -148,7 +148,7 @@ def restless(kind: str, **more: Any) -> Any:
     return lm
 
 
-WIDE = {"sliding_window": 64}
+WIDE_BLOCK_SIZE = {"sliding_window": 64}
 """A window that these texts do not pass."""
 PACKED = {"num_key_value_heads": 1, "head_dim": 16, "num_attention_heads": 2}
 
@@ -158,9 +158,9 @@ KINDS = [
     ("Olmo2", {}),
     ("Gemma", {}),
     ("Gemma", PACKED),
-    ("Gemma3Text", WIDE),
+    ("Gemma3Text", WIDE_BLOCK_SIZE),
     ("Gemma3", {}),
-    ("Qwen3", WIDE),
+    ("Qwen3", WIDE_BLOCK_SIZE),
 ]
 
 
@@ -209,7 +209,7 @@ def test_the_rounding_of_a_norm_is_that_of_its_kind() -> None:
     ],
 )
 def test_what_is_not_like_llama_is_told_apart(kind: str, more: dict[str, Any], why: str) -> None:
-    decoder, found = graph_decoder(model_of(kind, **more))
+    decoder, found = cuda_graph_runner(model_of(kind, **more))
     assert decoder is None
     assert why in str(found)
 
@@ -218,7 +218,7 @@ def test_quantized_matrices_are_told_apart() -> None:
     lm = model_of()
     layer = lm.model.get_decoder().layers[1].mlp
     layer.up_proj = type("Quantized", (torch.nn.Linear,), {})(32, 48, bias=False).double()
-    assert "its matrices are quantized in another way than by --policy.bits" in str(graph_decoder(lm)[1])
+    assert "its matrices are quantized in another way than by --policy.bits" in str(cuda_graph_runner(lm)[1])
 
 
 # ---- fused matrices are the model's own -----------------------------------------------------------
@@ -481,7 +481,7 @@ def test_rows_in_parts_draw_what_whole_rows_draw(monkeypatch: pytest.MonkeyPatch
     lm.model.to(DEVICE)
     sampler, generator = sampler_of(lm, 5, rows=2), torch.Generator().manual_seed(0)
     prompts = Prompts.of(torch.randint(3, 12, (3, 250), generator=generator))
-    sampler.decoder = PagedRunner
+    sampler.runner = PagedRunner
     want, cuts = sampler.generate(prompts, 1), []
 
     def split_more_rows(state: DecodeState, rows: int) -> Tensor:
@@ -489,12 +489,12 @@ def test_rows_in_parts_draw_what_whole_rows_draw(monkeypatch: pytest.MonkeyPatch
         return split_long_rows(state, rows, BLOCK_SIZE, 99)
 
     sampler = sampler_of(lm, 5, rows=2)
-    sampler.decoder = decoder = decoder_of(lm)
+    sampler.runner = decoder = decoder_of(lm)
     monkeypatch.setattr(decoder, "ops", kernels)
     monkeypatch.setattr(kernels, "split_long_rows", split_more_rows)
-    monkeypatch.setattr(cuda_graph, "LONG", BLOCK_SIZE)
+    monkeypatch.setattr(cuda_graph, "MIN_SPLIT_KV_LENGTH", BLOCK_SIZE)
     same(sampler.generate(prompts, 1), want, 1e-4)
-    assert cuts and not decoder.board.finished_splits.any()
+    assert cuts and not decoder.decode_state.finished_splits.any()
 
 
 PRODUCTS = [(5, 48, 64, (16, 32, 32)), (70, 104, 96, (64, 64, 32, 2)), (3, 36, 72, (16, 16, 16, 3))]
@@ -676,7 +676,7 @@ def test_a_model_that_differs_from_llama_has_no_decoder_on_graphs(spoil: Any, wh
     lm = model_of(dtype=torch.float32)
     decoder_model.check_like(lm.model)
     spoil(lm)
-    assert graph_decoder(lm) == (None, why)
+    assert cuda_graph_runner(lm) == (None, why)
 
 
 def test_a_part_without_parameters_is_no_difference() -> None:
@@ -691,14 +691,14 @@ def test_a_model_with_more_end_tokens_than_a_board_holds_decodes_without_graphs(
     lm = model_of(dtype=torch.float32)
     lm.ends = frozenset(range(decode_state.MAX_STOP_TOKENS))
     decoder_of(lm)
-    del lm.graph_decoder
+    del lm.cuda_graph_runner
     monkeypatch.setattr(type(lm), "device", torch.device("cuda"))
     lm.ends = frozenset(range(decode_state.MAX_STOP_TOKENS + 1))
     why = f"it has {decode_state.MAX_STOP_TOKENS + 1} end tokens, and there is room for {decode_state.MAX_STOP_TOKENS}"
-    assert graph_decoder(lm) == (None, why)
+    assert cuda_graph_runner(lm) == (None, why)
     sampler = sampler_of(lm)
-    assert sampler.decoder is PagedRunner
-    assert sampler.note == cuda_graph.SLOW.format(why=why)
-    monkeypatch.setattr(lm, "graph_decoder", decoder := object(), raising=False)
+    assert sampler.runner is PagedRunner
+    assert sampler.note == cuda_graph.SLOW_RUNNER_NOTE.format(why=why)
+    monkeypatch.setattr(lm, "cuda_graph_runner", decoder := object(), raising=False)
     sampler = sampler_of(lm)
-    assert sampler.decoder is decoder and sampler.note is None, "one decoder for all samplers of a model"
+    assert sampler.runner is decoder and sampler.note is None, "one decoder for all samplers of a model"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ascent.inference.block_manager import BlockManager
-from ascent.inference.kv_cache import Decoding
+from ascent.inference.kv_cache import DecodeLayout
 from ascent.inference.sequence import Sequence
 from ascent.ops.paged_kv_cache import PagedKVCache
 
@@ -55,17 +55,19 @@ def test_a_row_attends_to_its_prompt_and_its_own_tokens(name: str, dtype: torch.
     q, k, v = (torch.randn(len(rows), n, 1, CHANNEL).to(dtype) for n in (heads, SHARED, SHARED))
     for x in cache.layer_blocks(0, k, v):
         x.normal_()
-    decoding = Decoding(cache, torch.device("cpu"))
+    decoding = DecodeLayout(cache, torch.device("cpu"))
     decoding.arrange(rows, schedule)
     positions = decoding.begin(rows)
     got = decoding.attend(0, q, k, v, SCALE)
     for i, row in enumerate(rows):
-        assert positions[i] == schedule.keys[row.prompt] + row.length
+        assert positions[i] == schedule.keys[row.prompt_id] + row.num_tokens
         known = []
         for stored, new in zip(cache.layers[0], (k, v), strict=True):
-            before = [stored[page, :, j] for page in schedule.prompts[row.prompt] for j in range(SIZE)]
-            own = [stored[page, :, j] for page in row.pages for j in range(SIZE)]
-            known.append(torch.stack([*before[: schedule.keys[row.prompt]], *own[: row.length], new[i, :, 0]]).double())
+            before = [stored[page, :, j] for page in schedule.prompts[row.prompt_id] for j in range(SIZE)]
+            own = [stored[page, :, j] for page in row.block_table for j in range(SIZE)]
+            known.append(
+                torch.stack([*before[: schedule.keys[row.prompt_id]], *own[: row.num_tokens], new[i, :, 0]]).double()
+            )
         for head in range(heads):
             ks, vs = (x[:, head // REPEAT] for x in known)
             want = torch.softmax(SCALE * (ks @ q[i, head, 0].double()), 0) @ vs
@@ -81,8 +83,8 @@ def test_a_row_whose_numbers_overflow_spoils_no_other(long: int) -> None:
     q, k, v = (torch.randn(2, n, 1, CHANNEL) for n in (SHARED * REPEAT, SHARED, SHARED))
     keys, values = cache.layer_blocks(0, k, v)
     keys.normal_(), values.normal_()
-    values[rows[0].pages] = math.inf
-    decoding = Decoding(cache, torch.device("cpu"))
+    values[rows[0].block_table] = math.inf
+    decoding = DecodeLayout(cache, torch.device("cpu"))
     decoding.arrange(rows, schedule)
     decoding.begin(rows)
     got = decoding.attend(0, q, k, v, SCALE)
@@ -91,8 +93,8 @@ def test_a_row_whose_numbers_overflow_spoils_no_other(long: int) -> None:
 
 def test_prompts_take_pages_from_the_border_on_and_then_downwards() -> None:
     pages = BlockManager(8, SIZE, border=5)
-    assert pages.take(2, high=True) == [5, 6]
-    assert pages.take(3) == [0, 1, 2]
-    assert pages.take(2, high=True) == [7, 4]
-    pages.give([6])
-    assert pages.take(2, high=True) == [6, 3]
+    assert pages.allocate(2, high=True) == [5, 6]
+    assert pages.allocate(3) == [0, 1, 2]
+    assert pages.allocate(2, high=True) == [7, 4]
+    pages.free([6])
+    assert pages.allocate(2, high=True) == [6, 3]

@@ -14,7 +14,7 @@ from ascent.core.protocols import RolloutRequest
 from ascent.core.types import Prompts
 from ascent.inference import occupancy
 from ascent.inference.occupancy import OccupancyTimeline
-from ascent.inference.runners.cuda_graph import graph_decoder
+from ascent.inference.runners.cuda_graph import cuda_graph_runner
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
 
@@ -54,7 +54,7 @@ def test_every_runner_records_the_rollouts_of_a_step_and_not_those_of_an_evaluat
     monkeypatch.setattr(occupancy.time, "perf_counter", lambda: float(next(ticks)))
     lm = model_of()
     sampler = sampler_of(lm, rows=5)
-    sampler.decoder = graph_decoder(lm)[0] if decoder == "graphs" else decoder
+    sampler.decoder = cuda_graph_runner(lm)[0] if decoder == "graphs" else decoder
     prompts = Prompts.of(prompts_of())
     sampler.generate(prompts, 1, greedy=True)
     assert sampler.timeline == OccupancyTimeline()

@@ -11,7 +11,13 @@ import torch
 
 from ascent.core.types import Prompts, Rollouts
 from ascent.inference.runners import packed_cpu_model as module
-from ascent.inference.runners.packed_cpu_model import PackedCpuModel, PackedMatmul, RowByRow, gap, prepacked
+from ascent.inference.runners.packed_cpu_model import (
+    PackedCpuModel,
+    PackedMatmul,
+    RowwiseDecodeLayout,
+    gap,
+    build_packed_cpu_model,
+)
 from ascent.inference.runners.paged import PagedRunner
 from ascent.models import LanguageModel
 from ascent.models.causal_lm import mix
@@ -35,12 +41,12 @@ WAYS = [
 
 def drawn(lm: LanguageModel, samples: int = 4, greedy: bool = False, **more: Any) -> Rollouts:
     sampler = sampler_of(lm, **more)
-    assert sampler.packed is not None
+    assert sampler.packed_model is not None
     return sampler.generate(Prompts.of(prompts_of()), samples, greedy)
 
 
 def only(lm: LanguageModel) -> PackedCpuModel:
-    packed = prepacked(lm)
+    packed = build_packed_cpu_model(lm)
     assert packed is not None
     return packed
 
@@ -64,7 +70,7 @@ def test_many_rows_are_multiplied_with_the_matrices_as_they_are(
 
 def test_a_copy_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = model_of(dtype=torch.float32)
-    product = only(lm).products[0]
+    product = only(lm).matmuls[0]
     with monkeypatch.context() as context:
         context.setattr(module, "_copied", fail)
         context.setattr(cpu_kernels.Panels, "pack", fail)
@@ -75,7 +81,7 @@ def test_a_copy_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> No
     x = torch.randn(2, product.weights[0].shape[1], generator=torch.Generator().manual_seed(0))
     product.renew(5)
     want = torch.cat([torch.nn.functional.linear(x, weight) for weight in product.weights], 1)
-    assert torch.allclose(product(x, module.FewPasses), want, atol=1e-5)
+    assert torch.allclose(product(x, module.InPlaceOps), want, atol=1e-5)
 
 
 def fail(*given: Any) -> Any:
@@ -99,7 +105,7 @@ def test_every_form_of_copies(way: str, biased: bool, rows: int, monkeypatch: py
         for name, p in lm.model.named_parameters():
             if name.endswith("bias"):
                 p.copy_(torch.linspace(-0.3, 0.3, len(p)))
-    assert {way_of(product) for product in only(lm).products} == {way}
+    assert {way_of(product) for product in only(lm).matmuls} == {way}
     same(drawn(lm, rows=rows), drawn_by(PagedRunner, lm, rows=rows), 2e-5)
 
 
@@ -114,8 +120,8 @@ def test_on_arm_large_matrices_are_for_onednn_and_the_rest_for_kernels(
     monkeypatch.setattr(module, "LARGE", {machine: 2000})
     lm = model_of(dtype=torch.float32, head_dim=16)
     packed = only(lm)
-    assert {way_of(product) for product in packed.products} == ways
-    assert isinstance(packed.decoding(4, 8), RowByRow)  # attention is by kernels
+    assert {way_of(product) for product in packed.matmuls} == ways
+    assert isinstance(packed.decoding(4, 8), RowwiseDecodeLayout)  # attention is by kernels
     same(drawn(lm), drawn_by(PagedRunner, lm), 2e-5)
 
 
@@ -133,14 +139,14 @@ def test_half_precision_rounds_where_the_model_does(name: str) -> None:
 def test_adapters_are_read_again_and_frozen_matrices_are_not(kind: str, targets: Any, dtype: torch.dtype) -> None:
     lm = adapted_model(kind, targets, dtype=dtype)
     sampler = sampler_of(lm)
-    assert sampler.packed is not None
-    before = [product.copy for product in sampler.packed.products]
+    assert sampler.packed_model is not None
+    before = [product.copy for product in sampler.packed_model.matmuls]
     for version in range(2):
         sampler.version = version
         got = sampler.generate(Prompts.of(prompts_of()), 2, greedy=True)
         same(got, drawn_by(PagedRunner, lm, 2, greedy=True), 2e-5 if dtype == torch.float32 else 5e-6)
         move(lm)
-    assert all(a is b.copy for a, b in zip(before, sampler.packed.products, strict=True))
+    assert all(a is b.copy for a, b in zip(before, sampler.packed_model.matmuls, strict=True))
 
 
 def add(p: torch.Tensor) -> None:
@@ -203,14 +209,14 @@ def test_other_models_are_decoded_by_their_own_layers() -> None:
     lms.append(adapted_model(targets=["q_proj", "embed_tokens"], tie_word_embeddings=False))
     for lm in lms:
         sampler = sampler_of(lm)
-        assert sampler.packed is None and sampler.decoder is PagedRunner
+        assert sampler.packed_model is None and sampler.runner is PagedRunner
         assert bool(sampler.generate(Prompts.of(prompts_of()), 2).mask.any())
 
 
 def test_what_computes_otherwise_than_its_parts_say_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = model_of()
-    assert prepacked(lm) is not None
+    assert build_packed_cpu_model(lm) is not None
     layer: Any = lm.backbone.layers[1]  # type: ignore[index]
     plain = layer.mlp.forward
     monkeypatch.setattr(layer.mlp, "forward", lambda x: plain(x) * 1.5)
-    assert prepacked(lm) is None
+    assert build_packed_cpu_model(lm) is None

@@ -20,7 +20,7 @@ from ascent.core.errors import ConfigError
 from ascent.core.protocols import FinishedRollouts, RolloutRequest
 from ascent.core.types import Prompts, Rollouts
 from ascent.inference.engine import LocalEngine
-from ascent.inference.runners.cuda_graph import graph_decoder
+from ascent.inference.runners.cuda_graph import cuda_graph_runner
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
 from ascent.rollout.small_policy_engine import SmallPolicyEngine
@@ -69,7 +69,7 @@ def drive(
 def sampler_for(decoder: Any, **more: Any) -> LocalEngine:
     lm, room = model_of(), more.pop("room", 0)
     sampler = sampler_of(lm, **{"limit": 10, "rows": 4} | more)
-    sampler.decoder, sampler.room = graph_decoder(lm)[0] if decoder == "graphs" else decoder, room
+    sampler.runner, sampler.cache_tokens = cuda_graph_runner(lm)[0] if decoder == "graphs" else decoder, room
     return sampler
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from ascent.core.errors import ConfigError
 from ascent.core.types import Prompts, Rollouts
 from ascent.inference.block_manager import BlockManager
-from ascent.inference.kv_cache import Extending, Segment, extend
+from ascent.inference.kv_cache import PrefillLayout, PrefillSegment, extend
 from ascent.inference.runners import cuda_graph, paged
-from ascent.inference.runners.cuda_graph import graph_decoder
+from ascent.inference.runners.cuda_graph import cuda_graph_runner
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
 from ascent.inference.scheduler import Scheduler
@@ -30,21 +30,25 @@ from tests.language import AtOnce, InAnyOrder, model_of, prompts_of, sampler_of
 
 def audit(schedule: Scheduler) -> None:
     """No page is held twice or lost, every row has room for its tokens, and every prompt that is read is there."""
-    held = [page for row in schedule.rows.values() for page in row.pages]
-    held += [page for pages in schedule.prompts.values() for page in pages]
+    held = [page for row in schedule.sequences.values() for page in row.block_table]
+    held += [page for pages in schedule.prompt_blocks.values() for page in pages]
     assert len(held) == len(set(held)), "a page is held twice"
-    assert set(held) | schedule.pages._free == set(range(schedule.pages.count)), "a page is lost"
-    assert not set(held) & schedule.pages._free
-    lanes = [row.lane for row in schedule.running]
-    assert len(lanes) == len(set(lanes)) and not set(lanes) & set(schedule.free_lanes)
-    for row in schedule.rows.values():
-        wants = row.response in schedule.ready  # pages for what it was given
-        assert wants or len(row.pages) * schedule.pages.size >= min(row.length, schedule.limit)
-        assert len(schedule.prompts[row.prompt]) == schedule.pages.need(schedule.keys[row.prompt])
-    for prompt, readers in schedule.readers.items():
-        assert readers == sum(row.prompt == prompt for row in schedule.rows.values())
-    for prompt in schedule.prompts:
-        assert schedule.left[prompt] > 0, "the pages of a prompt outlive its last response"
+    assert set(held) | schedule.block_manager._free == set(range(schedule.block_manager.num_blocks)), "a page is lost"
+    assert not set(held) & schedule.block_manager._free
+    lanes = [row.batch_index for row in schedule.running]
+    assert len(lanes) == len(set(lanes)) and not set(lanes) & set(schedule.free_batch_indices)
+    for row in schedule.sequences.values():
+        wants = row.seq_id in schedule.resuming  # pages for what it was given
+        assert wants or len(row.block_table) * schedule.block_manager.block_size >= min(
+            row.num_tokens, schedule.max_tokens
+        )
+        assert len(schedule.prompt_blocks[row.prompt_id]) == schedule.block_manager.blocks_needed(
+            schedule.prompt_lengths[row.prompt_id]
+        )
+    for prompt, readers in schedule.ref_counts.items():
+        assert readers == sum(row.prompt_id == prompt for row in schedule.sequences.values())
+    for prompt in schedule.prompt_blocks:
+        assert schedule.num_unfinished[prompt] > 0, "the pages of a prompt outlive its last response"
 
 
 @pytest.mark.long
@@ -69,52 +73,52 @@ def test_any_traffic_finishes_and_no_page_is_held_twice_or_lost(
     want = [rng.randint(1, limit) for _ in range(count)]
     have, over, parked = [0] * count, set(), set()
     for _ in range(200 * count * limit):
-        for row in schedule.admit(rng.randint(1, 3)):
-            assert row.length == have[row.response], "a row that comes back has what it had"
-            assert row.response not in parked, "a row comes back before its environment has answered"
-        schedule.fresh = []
+        for row in schedule.schedule(rng.randint(1, 3)):
+            assert row.num_tokens == have[row.seq_id], "a row that comes back has what it had"
+            assert row.seq_id not in parked, "a row comes back before its environment has answered"
+        schedule.prompts_to_prefill = []
         audit(schedule)
         ahead = rng.randint(1, 3)
-        for row in schedule.grow(ahead):
-            assert row.response not in schedule.rows
+        for row in schedule.reserve(ahead):
+            assert row.seq_id not in schedule.sequences
         audit(schedule)
-        assert not schedule.running or schedule.fits(ahead)
+        assert not schedule.running or schedule.can_append(ahead)
         for row in schedule.running:
-            response = row.response
-            row.length = have[response] = min(have[response] + rng.randint(1, ahead), want[response])
+            response = row.seq_id
+            row.num_tokens = have[response] = min(have[response] + rng.randint(1, ahead), want[response])
             if have[response] == want[response]:
-                schedule.end(response)
+                schedule.finish(response)
                 over.add(response)
             elif rng.random() < 0.2:
-                schedule.park(response)
+                schedule.suspend(response)
                 parked.add(response)
         audit(schedule)
         for response in sorted(parked):
             if rng.random() < 0.1:
-                schedule.end(response)
+                schedule.finish(response)
                 parked.remove(response)
                 over.add(response)
             elif rng.random() < 0.5 or not (schedule.running or schedule.waiting):
                 have[response] = min(have[response] + rng.randint(0, 4), want[response] - 1)
-                schedule.unpark(response, have[response])
+                schedule.resume(response, have[response])
                 parked.remove(response)
         if len(over) == count:
             break
     assert len(over) == count, "it came to no end"
-    assert len(schedule.pages) == schedule.pages.count
+    assert len(schedule.block_manager) == schedule.block_manager.num_blocks
 
 
 def test_the_row_that_entered_last_is_evicted_and_comes_back_first() -> None:
     schedule = Scheduler([4, 4], 2, 4, 8, BlockManager(6, 4))
-    rows = schedule.admit()
-    assert [row.response for row in rows] == [0, 1, 2, 3], "two prompts and four rows on six pages"
+    rows = schedule.schedule()
+    assert [row.seq_id for row in rows] == [0, 1, 2, 3], "two prompts and four rows on six pages"
     for row in rows:
-        row.length = 4
-    assert [row.response for row in schedule.grow(1)] == [3, 2]
+        row.num_tokens = 4
+    assert [row.seq_id for row in schedule.reserve(1)] == [3, 2]
     assert list(schedule.waiting) == [2, 3]
-    assert [row.response for row in schedule.running] == [0, 1]
-    schedule.end(0)
-    assert [(row.response, row.length) for row in schedule.admit()] == [(2, 4)]
+    assert [row.seq_id for row in schedule.running] == [0, 1]
+    schedule.finish(0)
+    assert [(row.seq_id, row.num_tokens) for row in schedule.schedule()] == [(2, 4)]
 
 
 def test_a_row_that_continues_takes_pages_of_those_that_may_never_continue_though_others_run() -> None:
@@ -122,22 +126,22 @@ def test_a_row_that_continues_takes_pages_of_those_that_may_never_continue_thoug
     schedule = Scheduler([], 1, 3, 4, BlockManager(6, 2))
     for response in range(3):
         schedule.add(response, response, 2)
-    assert [row.response for row in schedule.admit()] == [0, 1, 2] and not schedule.pages
-    schedule.park(0), schedule.park(1)
-    schedule.unpark(1, 2)
-    assert [row.response for row in schedule.admit()] == [1] and schedule.away == {0}
+    assert [row.seq_id for row in schedule.schedule()] == [0, 1, 2] and not schedule.block_manager
+    schedule.suspend(0), schedule.suspend(1)
+    schedule.resume(1, 2)
+    assert [row.seq_id for row in schedule.schedule()] == [1] and schedule.preempted_idle == {0}
 
 
 def test_no_more_parked_rows_are_evicted_than_a_new_one_needs() -> None:
     schedule = Scheduler([], 1, 3, 4, BlockManager(6, 2))
     for response in range(3):
         schedule.add(response, response, 2)
-    assert [row.response for row in schedule.admit()] == [0, 1, 2] and not schedule.pages
+    assert [row.seq_id for row in schedule.schedule()] == [0, 1, 2] and not schedule.block_manager
     for response in range(3):
-        schedule.park(response)
+        schedule.suspend(response)
     schedule.add(3, 3, 2)
-    assert [row.response for row in schedule.admit()] == [3], "its prompt and its tokens take a page each"
-    assert schedule.away == {0} and list(schedule.rows) == [1, 2, 3] and schedule.evictions == 1
+    assert [row.seq_id for row in schedule.schedule()] == [3], "its prompt and its tokens take a page each"
+    assert schedule.preempted_idle == {0} and list(schedule.sequences) == [1, 2, 3] and schedule.num_preemptions == 1
     audit(schedule)
 
 
@@ -145,45 +149,45 @@ def test_a_response_may_end_before_it_has_entered() -> None:
     schedule = Scheduler([], 1, 1, 4, BlockManager(6, 2))
     for response in range(3):
         schedule.add(response, 7, 2)
-    assert [row.response for row in schedule.admit()] == [0]
-    schedule.end(1)
-    assert list(schedule.waiting) == [2] and schedule.left == {7: 2}
-    schedule.end(0)
-    assert [row.response for row in schedule.admit()] == [2]
-    schedule.end(2)
-    assert len(schedule.pages) == 6 and not schedule.left and not schedule.keys
+    assert [row.seq_id for row in schedule.schedule()] == [0]
+    schedule.finish(1)
+    assert list(schedule.waiting) == [2] and schedule.num_unfinished == {7: 2}
+    schedule.finish(0)
+    assert [row.seq_id for row in schedule.schedule()] == [2]
+    schedule.finish(2)
+    assert len(schedule.block_manager) == 6 and not schedule.num_unfinished and not schedule.prompt_lengths
 
 
 def test_a_prompt_that_nobody_reads_is_dropped_before_a_row_is_evicted() -> None:
     schedule = Scheduler([4, 4], 1, 1, 12, BlockManager(4, 4), together=2)
-    (row,) = schedule.admit()
-    assert schedule.fresh == [0, 1], "both are encoded together, though the second has no lane yet"
+    (row,) = schedule.schedule()
+    assert schedule.prompts_to_prefill == [0, 1], "both are encoded together, though the second has no lane yet"
     for length in (4, 8):
-        row.length = length
-        assert schedule.grow(1) == []
-    assert set(schedule.prompts) == {0}
-    schedule.end(0)
-    schedule.fresh = []
-    assert [row.response for row in schedule.admit()] == [1]
-    assert schedule.fresh == [1], "it is encoded again"
+        row.num_tokens = length
+        assert schedule.reserve(1) == []
+    assert set(schedule.prompt_blocks) == {0}
+    schedule.finish(0)
+    schedule.prompts_to_prefill = []
+    assert [row.seq_id for row in schedule.schedule()] == [1]
+    assert schedule.prompts_to_prefill == [1], "it is encoded again"
 
 
 def test_a_prompts_pages_are_held_once_and_freed_with_its_last_response() -> None:
     schedule = Scheduler([10], 3, 3, 4, BlockManager(20, 4))
-    schedule.admit()
-    assert len(schedule.prompts[0]) == 3
-    assert schedule.pages.count - len(schedule.pages) == 3 + 3
+    schedule.schedule()
+    assert len(schedule.prompt_blocks[0]) == 3
+    assert schedule.block_manager.num_blocks - len(schedule.block_manager) == 3 + 3
     for response, free in ((1, 15), (0, 16), (2, 20)):
-        schedule.end(response)
-        assert len(schedule.pages) == free
+        schedule.finish(response)
+        assert len(schedule.block_manager) == free
 
 
 def test_where_there_is_room_for_all_rows_at_their_limit_all_of_them_enter() -> None:
     schedule = Scheduler([4, 4], 32, 64, 8, BlockManager(2 + 64 * 2, 4))
-    assert len(schedule.admit()) == 64, "nothing is kept free for growth that cannot come"
+    assert len(schedule.schedule()) == 64, "nothing is kept free for growth that cannot come"
     for row in schedule.running:
-        row.length = 7
-    assert schedule.grow(1) == []
+        row.num_tokens = 7
+    assert schedule.reserve(1) == []
 
 
 def test_a_cache_too_small_for_one_response_is_refused() -> None:
@@ -193,19 +197,19 @@ def test_a_cache_too_small_for_one_response_is_refused() -> None:
 
 def test_pages_cannot_be_given_back_twice() -> None:
     pages = BlockManager(4, 1)
-    pages.give(pages.take(2))
+    pages.free(pages.allocate(2))
     with pytest.raises(AssertionError, match="twice"):
-        pages.give([0])
+        pages.free([0])
 
 
 def test_rows_take_low_pages_and_prompts_high_ones() -> None:
     pages = BlockManager(6, 1)
-    assert pages.take(2) == [0, 1]
-    assert pages.take(2, high=True) == [5, 4]
-    pages.give([0, 5])
-    assert pages.take(1, high=True) == [5]
-    assert pages.take(3) == [0, 2, 3]
-    assert len(pages) == 0 and pages.most == 6
+    assert pages.allocate(2) == [0, 1]
+    assert pages.allocate(2, high=True) == [5, 4]
+    pages.free([0, 5])
+    assert pages.allocate(1, high=True) == [5]
+    assert pages.allocate(3) == [0, 2, 3]
+    assert len(pages) == 0 and pages.peak_used == 6
 
 
 # ---- what is drawn --------------------------------------------------------------------------------
@@ -217,15 +221,15 @@ def draws(
     decoder: Any, lm: Any, samples: int = 4, observe: Any = None, order: int | None = None, **more: Any
 ) -> tuple[Rollouts, list[Scheduler]]:
     made = sampler_of(lm, **{name: value for name, value in more.items() if name != "room"})
-    own = graph_decoder(lm)[0] if decoder == "graphs" else decoder
+    own = cuda_graph_runner(lm)[0] if decoder == "graphs" else decoder
     schedules: list[Scheduler] = []
 
     def keep(*args: Any) -> Any:
         run = own(*args)
-        schedules.append(run.schedule)
+        schedules.append(run.scheduler)
         return run
 
-    made.decoder, made.room = keep, more.get("room", 0)
+    made.runner, made.cache_tokens = keep, more.get("room", 0)
     play = AtOnce(observe) if order is None else InAnyOrder(observe, order)
     prompts = replace(Prompts.of(prompts_of()), start_episodes=None if observe is None else play)
     return made.generate(prompts, samples), schedules
@@ -243,7 +247,7 @@ def same(got: Rollouts, want: Rollouts) -> None:
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (paged, decode_ops, decode_state, cuda_graph):
         monkeypatch.setattr(module, "BLOCK_SIZE", 2)
-    monkeypatch.setattr(paged, "WIDE", 2)
+    monkeypatch.setattr(paged, "WIDE_BLOCK_SIZE", 2)
 
 
 @pytest.mark.long
@@ -254,8 +258,8 @@ def test_rows_that_were_evicted_draw_what_they_would_have_drawn(decoder: Any, ro
     lm = model_of()
     want, _ = draws(PlainDecoderWithSchedule, lm, rows=64)
     got, (schedule,) = draws(decoder, lm, rows=rows, room=2 * -(-prompts_of().shape[1] // 2) + 12)
-    assert schedule.evictions > 0 or rows == 3
-    assert len(schedule.pages) == schedule.pages.count, "every page came back"
+    assert schedule.num_preemptions > 0 or rows == 3
+    assert len(schedule.block_manager) == schedule.block_manager.num_blocks, "every page came back"
     same(got, want)
 
 
@@ -303,11 +307,13 @@ def test_rows_are_extended_evicted_and_come_back(
     want = plain_conversations()
     assert (want.present & ~want.mask).any()  # type: ignore[operator]
     for together, rows, room, prefill in cases:
-        monkeypatch.setattr(cuda_graph, "ROUND", together)
-        monkeypatch.setattr(cuda_graph, "PREFILL", prefill)  # observations are encoded at once, or fed step by step
+        monkeypatch.setattr(cuda_graph, "STEPS_PER_LAUNCH", together)
+        monkeypatch.setattr(
+            cuda_graph, "PREFILL_BREAK_EVEN_STEPS", prefill
+        )  # observations are encoded at once, or fed step by step
         got, (schedule,) = draws(decoder, lm, observe=observing(lm.ends), limit=40, rows=rows, room=room)
-        assert (schedule.evictions > 0) == (room > 0)
-        assert len(schedule.pages) == schedule.pages.count, "every page came back"
+        assert (schedule.num_preemptions > 0) == (room > 0)
+        assert len(schedule.block_manager) == schedule.block_manager.num_blocks, "every page came back"
         same(got, want)
 
 
@@ -317,13 +323,13 @@ def test_captured_passes_encode_what_launched_ones_do(monkeypatch: pytest.Monkey
     """Prompts, observations and rows that come back, padded to sizes that are captured at their second use."""
     lm = model_of()
     want = plain_conversations()
-    monkeypatch.setattr(Extending, "fused", FlashFormulas)
-    monkeypatch.setattr(cuda_graph, "PREFILL", 0)
+    monkeypatch.setattr(PrefillLayout, "fused", FlashFormulas)
+    monkeypatch.setattr(cuda_graph, "PREFILL_BREAK_EVEN_STEPS", 0)
     for _ in range(2):
         got, (schedule,) = draws("graphs", lm, observe=observing(lm.ends), limit=40, rows=5, room=48)
-        assert schedule.evictions > 0
+        assert schedule.num_preemptions > 0
         same(got, want)
-    passes: Any = lm.graph_decoder.passes
+    passes: Any = lm.cuda_graph_runner.passes
     assert len(passes.by_size) > 3 and all(passes.used[size] == 2 for size in passes.by_size)
     assert all(size.tokens > len(one.parts[0].nonzero()) for size, one in passes.by_size.items()), "with padding"
 
@@ -347,12 +353,14 @@ def test_who_answers_first_changes_nothing(
     want = plain_conversations()
     evictions = 0
     for order, together, rows, room, prefill in cases:
-        monkeypatch.setattr(cuda_graph, "ROUND", together)
-        monkeypatch.setattr(cuda_graph, "PREFILL", prefill)
+        monkeypatch.setattr(cuda_graph, "STEPS_PER_LAUNCH", together)
+        monkeypatch.setattr(cuda_graph, "PREFILL_BREAK_EVEN_STEPS", prefill)
         observe = observing(lm.ends)
         got, (schedule,) = draws(decoder, lm, observe=observe, order=order, limit=40, rows=rows, room=room)
-        evictions += schedule.evictions
-        assert len(schedule.pages) == schedule.pages.count and not schedule.away, "every page came back"
+        evictions += schedule.num_preemptions
+        assert len(schedule.block_manager) == schedule.block_manager.num_blocks and not schedule.preempted_idle, (
+            "every page came back"
+        )
         same(got, want)
     assert evictions > 3
 
@@ -370,7 +378,7 @@ def test_turns_and_drawn_tokens_have_limits_of_their_own(decoder: Any) -> None:
     play = AtOnce(observe)
     play.turn_tokens = 5
     made = sampler_of(lm, limit=40, rows=5)
-    made.decoder, made.most = graph_decoder(lm)[0] if decoder == "graphs" else decoder, 9
+    made.runner, made.max_sampled_tokens = cuda_graph_runner(lm)[0] if decoder == "graphs" else decoder, 9
     rollouts = made.generate(replace(Prompts.of(prompts_of()), start_episodes=play), 4)
     assert (rollouts.length <= 9).all() and (rollouts.length == 9).any()
     assert rollouts.truncated.all()
@@ -386,7 +394,7 @@ def test_turns_and_drawn_tokens_have_limits_of_their_own(decoder: Any) -> None:
 def test_the_size_of_a_page_changes_nothing(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = model_of(kind)
     want, _ = draws(PlainDecoderWithSchedule, lm)
-    monkeypatch.setattr(paged, "WIDE", size)
+    monkeypatch.setattr(paged, "WIDE_BLOCK_SIZE", size)
     same(draws(PagedRunner, lm, rows=5)[0], want)
 
 
@@ -400,11 +408,11 @@ def test_a_row_extended_piece_by_piece_has_the_hidden_states_of_one_forward_pass
     from ascent.models.packed_attention import ours
 
     with ours(lm.model):
-        extend(lm, cache, [ids[:9], ids[:5]], [Segment([11, 2, 7], 9), Segment([4, 5], 5)])
+        extend(lm, cache, [ids[:9], ids[:5]], [PrefillSegment([11, 2, 7], 9), PrefillSegment([4, 5], 5)])
         own, start = [0, 9, 3, 10, 1], 0
         for count in (1, 6, 13):
             tokens = ids[9 + start : 9 + start + count]
-            got = extend(lm, cache, [tokens], [Segment(own, count, start, [11, 2, 7], 9)])
+            got = extend(lm, cache, [tokens], [PrefillSegment(own, count, start, [11, 2, 7], 9)])
             start += count
             assert (got[0] - want[8 + start]).abs().max() < 1e-10
 
@@ -419,12 +427,15 @@ def test_rows_of_the_same_lengths_are_extended_in_one_call(monkeypatch: pytest.M
         F, "scaled_dot_product_attention", lambda q, *x, **how: calls.append(len(q)) or plain(q, *x, **how)
     )
     ids = torch.randint(lm.vocab, (3, 11), generator=torch.Generator().manual_seed(0))
-    prompts, own = [Segment([0, 1], 5), Segment([5, 4], 5), Segment([7, 6], 7)], [[2, 8], [3, 9], [10, 11]]
+    prompts, own = (
+        [PrefillSegment([0, 1], 5), PrefillSegment([5, 4], 5), PrefillSegment([7, 6], 7)],
+        [[2, 8], [3, 9], [10, 11]],
+    )
     with ours(lm.model):
         extend(lm, cache, [row[: one.count].tolist() for row, one in zip(ids, prompts, strict=True)], prompts)
         layers = len(calls) // 2
         assert calls == [2, 1] * layers
-        behind = [Segment(pages, 4, 0, one.pages, one.count) for pages, one in zip(own, prompts, strict=True)]
+        behind = [PrefillSegment(pages, 4, 0, one.pages, one.count) for pages, one in zip(own, prompts, strict=True)]
         tokens = [row[one.keys : one.keys + 4].tolist() for row, one in zip(ids, behind, strict=True)]
         got = extend(lm, cache, tokens, behind)
         assert calls == [2, 1] * 2 * layers
@@ -440,45 +451,48 @@ def test_the_cache_holds_what_is_used_and_not_what_might_be() -> None:
     rollouts, (schedule,) = draws(PagedRunner, lm, limit=2000, rows=12)
     longest = int(rollouts.mask.sum(-1).max())
     assert longest < 400
-    assert schedule.pages.most * paged.WIDE <= 12 * (longest + paged.WIDE) + 3 * paged.WIDE
+    assert (
+        schedule.block_manager.peak_used * paged.WIDE_BLOCK_SIZE
+        <= 12 * (longest + paged.WIDE_BLOCK_SIZE) + 3 * paged.WIDE_BLOCK_SIZE
+    )
 
 
 @pytest.mark.long
 def test_a_somewhat_longer_prompt_needs_no_new_board() -> None:
     """Making one anew captures the graphs again, which takes seconds."""
     lm, boards = model_of(), []
-    decoder = graph_decoder(lm)[0]
+    decoder = cuda_graph_runner(lm)[0]
     assert decoder is not None
     for width in (60, 66, 64 * 9):
         made = sampler_of(lm, limit=200, rows=8)
-        made.decoder = decoder
+        made.runner = decoder
         made.generate(Prompts.of(torch.ones(2, width, dtype=torch.long)), 4)
-        boards.append(decoder.board)
+        boards.append(decoder.decode_state)
     assert boards[0] is boards[1] and boards[1] is not boards[2]
 
 
 def test_a_board_that_has_all_the_room_there_is_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = model_of()
-    decoder = graph_decoder(lm)[0]
+    decoder = cuda_graph_runner(lm)[0]
     assert decoder is not None
     monkeypatch.setattr(decoder, "on_card", True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**6, 10**9))
     for name in ("memory_reserved", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
-    few = decoder._pages(10**6, 3)
-    assert 3 < few < 10**6 and decoder.full
+    few = decoder._num_blocks(10**6, 3)
+    assert 3 < few < 10**6 and decoder.memory_full
     monkeypatch.setattr(lm, "limit", 5 * 10**5)
-    assert decoder._pages(10**6, 3) == few // 2, "half of the card is another run's"
+    assert decoder._num_blocks(10**6, 3) == few // 2, "half of the card is another run's"
     monkeypatch.undo()
     monkeypatch.setattr(decoder, "on_card", False)
     decoder.prepare(2, few, 4, 9)
-    assert decoder._pages(2 * 10**6, 3) == few
-    assert decoder._pages(few - 1, 3) == few - 1
+    assert decoder._num_blocks(2 * 10**6, 3) == few
+    assert decoder._num_blocks(few - 1, 3) == few - 1
 
 
 def uneven(keys: list[int], heads: int = 2) -> bool:
     chosen = type("Chosen", (), {"net": type("net", (), {"num_kv_heads": heads})()})()
-    return cuda_graph.CudaGraphRunner.uneven(chosen, keys)
+    return cuda_graph.CudaGraphRunner.should_split_kv(chosen, keys)
 
 
 def test_long_rows_are_shared_out_where_they_would_hold_the_others_up() -> None:

@@ -22,10 +22,10 @@ from ascent.core.groups import Overlong
 from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Prompts, Rollouts
 from ascent.inference.runners import cuda_graph
-from ascent.inference.runners.cuda_graph import graph_decoder
+from ascent.inference.runners.cuda_graph import cuda_graph_runner
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
-from ascent.inference.stop_strings import Stops
+from ascent.inference.stop_strings import StopStrings
 from ascent.ops.token_sampling import sample_tokens
 from ascent.rewards.tokenized_task import TokenizedTask
 from ascent.settings import config_from, configure
@@ -97,7 +97,7 @@ def test_a_string_is_complete_at_the_first_token_whose_text_has_it(kind: str, da
     strings = tuple(
         s for s in (*found, "é.", "<end>"[data.draw(st.integers(0, 9)) :]) if s and "\N{REPLACEMENT CHARACTER}" not in s
     )
-    assert Stops(strings, tokenizer, len(tokenizer)).end(tokens) == first_end(tokenizer, strings, tokens)
+    assert StopStrings(strings, tokenizer, len(tokenizer)).end(tokens) == first_end(tokenizer, strings, tokens)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +116,12 @@ def test_a_string_is_complete_at_the_first_token_whose_text_has_it(kind: str, da
 )
 def test_where_a_string_ends(string: str, pieces: list[bytes], length: int) -> None:
     tokens = [PIECES.index(piece) for piece in pieces]
-    assert Stops((string, "zzz"), tokenizer_of(), VOCAB).end(tokens) == length
+    assert StopStrings((string, "zzz"), tokenizer_of(), VOCAB).end(tokens) == length
 
 
 def test_only_what_a_token_completes_counts() -> None:
     """A string that was complete before `start` is not found again behind it; one that begins there is."""
-    stops = Stops(("ab",), tokenizer_of(), VOCAB)
+    stops = StopStrings(("ab",), tokenizer_of(), VOCAB)
     tokens = [PIECES.index(piece) for piece in (b"ab", b"c", b"a", b"b", b"ab")]
     assert [stops.end(tokens, start) for start in range(5)] == [1, 4, 4, 4, 5]
 
@@ -131,7 +131,9 @@ def test_a_long_run_of_bytes_is_read_as_a_whole() -> None:
     tokenizer = tokenizer_of("marks")
     for first, end in (([0], 82), ([0, 4], 0)):  # the second has a byte too many
         tokens = [*first, *[4, 5] * 40, 10]
-        assert Stops(("é.",), tokenizer, len(tokenizer)).end(tokens) == first_end(tokenizer, ("é.",), tokens) == end
+        assert (
+            StopStrings(("é.",), tokenizer, len(tokenizer)).end(tokens) == first_end(tokenizer, ("é.",), tokens) == end
+        )
 
 
 # ---- the decoders ---------------------------------------------------------------------------------------------
@@ -149,9 +151,9 @@ def one_model(soon: bool = False) -> Any:
 def drawn_by(decoder: Any, limits: list[int] | None = None, observe: Any = None, **more: Any) -> Rollouts:
     lm = more.pop("lm", None) or one_model()
     greedy, strings = more.pop("greedy", False), more.pop("stop", ())
-    stops = Stops(strings, tokenizer_of(), VOCAB) if strings else None
+    stops = StopStrings(strings, tokenizer_of(), VOCAB) if strings else None
     sampler = sampler_of(lm, rows=5, stops=stops, **{"limit": 24, **more})
-    sampler.decoder = graph_decoder(lm)[0] if decoder == "graphs" else decoder
+    sampler.runner = cuda_graph_runner(lm)[0] if decoder == "graphs" else decoder
     play = None if observe is None else AtOnce(observe)
     prompts = replace(
         Prompts.of(prompts_of()), limits=None if limits is None else torch.tensor(limits), start_episodes=play
@@ -187,7 +189,7 @@ def test_every_decoder_cuts_where_the_text_has_the_string(
     decoder: Any, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The responses are those without stop strings, up to the token that completes one; log-probs are as drawn."""
-    monkeypatch.setattr(cuda_graph, "ROUND", steps)
+    monkeypatch.setattr(cuda_graph, "STEPS_PER_LAUNCH", steps)
     strings = ("é", "€", "bc", "aa", "l")
     plain = drawn_by(PagedRunner)
     lengths, ended = plain.length.clone(), ~plain.truncated
@@ -307,13 +309,13 @@ def test_a_response_that_is_continued_ends_as_a_whole() -> None:
         groups = LanguageBackend().continue_responses(config, lm, prompts, prefixes, 40, sampler)
         for prefix, group, limit in zip(prefixes, groups, (6, 14, 9), strict=True):
             assert all(ids[: len(prefix)] == prefix and len(prefix) < len(ids) <= limit for ids in group)
-        assert sampler.support == SamplingParams(min_tokens=more.get("min_tokens", 0))
+        assert sampler.sampling_params == SamplingParams(min_tokens=more.get("min_tokens", 0))
         return groups
 
     firsts = [tokenizer_of().decode(ids[2:3]) for ids in continued()[0] if ids[2] != END]
     first = next(text for text in firsts if text.isascii())
     strings = (f"d{first}", "\N{EURO SIGN}", "b")
-    stopped = [ids for group in continued(stops=Stops(strings, tokenizer_of(), VOCAB)) for ids in group]
+    stopped = [ids for group in continued(stops=StopStrings(strings, tokenizer_of(), VOCAB)) for ids in group]
     ends = [first_end(tokenizer_of(), strings, ids) for ids in stopped]
     assert any(ends) and all(end in (0, len(ids)) for end, ids in zip(ends, stopped, strict=True))
     assert any(len(ids) == 3 and tokenizer_of().decode(ids) == f"dd{first}" for ids in stopped)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ascent.core.algorithms import ALGORITHMS
-from ascent.inference.runners.cuda_graph import SLOW, graph_decoder
+from ascent.inference.runners.cuda_graph import SLOW_RUNNER_NOTE, cuda_graph_runner
 from ascent.inference.runners.paged import PagedRunner
 from ascent.models import LanguageModel
 from ascent.models.causal_lm import CausalLM
@@ -94,7 +94,7 @@ def test_log_probs_are_those_of_peft(kind: str) -> None:
 
 def test_a_model_that_decodes_the_slow_way_samples_adapters_too() -> None:
     lm = adapted_model("Llama", SOME, hidden_act="gelu")
-    assert graph_decoder(lm) == (None, "the activation of its MLPs is neither SiLU nor GELU by its tanh")
+    assert cuda_graph_runner(lm) == (None, "the activation of its MLPs is neither SiLU nor GELU by its tanh")
     rollouts = drawn_by(PagedRunner, lm)
     prompt, mask = rollouts.prompt[0], rollouts.mask[0, 0]
     want = own_log_probs(lm, prompt[prompt >= 0], rollouts.response[0, 0][mask])
@@ -109,7 +109,7 @@ def test_adapters_that_have_not_moved_are_compared_too(monkeypatch: pytest.Monke
             p.mul_(0.0 if "lora_B" in name else 1.0)
     before = {name: p.clone() for name, p in lm.trained().items()}
     monkeypatch.setattr(Copies, "make", lambda _: None)
-    assert "compute something" in str(graph_decoder(lm)[1])
+    assert "compute something" in str(cuda_graph_runner(lm)[1])
     assert all(torch.equal(p, before[name]) for name, p in lm.trained().items())
 
 
@@ -174,7 +174,7 @@ def test_what_is_no_plain_adapter_is_left_to_peft() -> None:
 
 
 def test_the_slow_path_is_named_with_what_it_costs() -> None:
-    words = SLOW.format(why=graph_decoder(model_of("GPT2"))[1])
+    words = SLOW_RUNNER_NOTE.format(why=cuda_graph_runner(model_of("GPT2"))[1])
     assert words == (
         "rollouts take 20 to 40 times as long as on the fast path, which this model cannot take: its layers are built "
         "differently from Llama's: rotary_emb is missing"

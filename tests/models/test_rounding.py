@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ascent.build.model_verification import prove
 from ascent.core.types import Prompts
-from ascent.inference.runners.cuda_graph import CudaGraphRunner, graph_decoder
+from ascent.inference.runners.cuda_graph import CudaGraphRunner, cuda_graph_runner
 from ascent.models import CausalLM, LanguageModel
 from ascent.models.causal_lm import is_mixed, mix
 from ascent.models.fused_layers import Formulas, fuse
@@ -65,11 +65,11 @@ def test_what_is_mixed_is_nearer_to_float32_than_bfloat16(kind: str) -> None:
 def test_a_mixed_sampler_rounds_as_its_learner_does(kind: str) -> None:
     """Log-probs as they were drawn, by the graph decoder's arithmetic, and as the learner finds them."""
     lm = rounded("mixed", kind)
-    decoder, why = graph_decoder(lm)
+    decoder, why = cuda_graph_runner(lm)
     assert decoder is not None, why
-    assert decoder.net.float32_residual
+    assert decoder.hidden_model.float32_residual
     sampler = sampler_of(lm)
-    sampler.decoder = decoder
+    sampler.runner = decoder
     drawn = sampler.generate(Prompts.of(prompts_of()), 4)
     gaps = []
     for learner in (lm, rounded("bfloat16", kind)):
@@ -81,13 +81,13 @@ def test_a_mixed_sampler_rounds_as_its_learner_does(kind: str) -> None:
 def test_words_are_drawn_from_float32_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not from what bfloat16 leaves of them, which is 0.125 apart between 16 and 32."""
     lm, seen = rounded("mixed"), []
-    decoder, _ = graph_decoder(lm)
+    decoder, _ = cuda_graph_runner(lm)
     assert isinstance(decoder, CudaGraphRunner)
     monkeypatch.setattr(decoder, "ops", SimpleNamespace(**vars(decoder.ops)))
     draw = decoder.ops.sample_next_tokens
     decoder.ops.sample_next_tokens = lambda logits, *more: (seen.append(logits), draw(logits, *more))
     sampler = sampler_of(lm)
-    sampler.decoder = decoder
+    sampler.runner = decoder
     sampler.generate(Prompts.of(prompts_of()), 2)
     assert all(z.dtype == torch.float32 for z in seen)
     assert any(not torch.equal(z, z.bfloat16().float()) for z in seen)
@@ -118,7 +118,7 @@ def test_mixed_is_chosen_by_a_setting(tiny_folder: Path) -> None:
     lm = CausalLM(model=str(tiny_folder), dtype="mixed", device="cpu", lora=2).load(exact=True)
     assert is_mixed(lm.model) and lm.model.dtype == torch.bfloat16
     assert prove(lm) is None
-    assert graph_decoder(lm)[0] is not None
+    assert cuda_graph_runner(lm)[0] is not None
     assert not is_mixed(CausalLM(model=str(tiny_folder), dtype="bfloat16", device="cpu").load().model)
 
 

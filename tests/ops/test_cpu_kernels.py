@@ -20,7 +20,7 @@ from ascent.core.algorithms import ALGORITHMS
 from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Prompts
 from ascent.inference.engine import LocalEngine
-from ascent.inference.runners.packed_cpu_model import RowByRow
+from ascent.inference.runners.packed_cpu_model import RowwiseDecodeLayout
 from ascent.inference.runners.paged import PagedRunner
 from ascent.models.fused_layers import Formulas, fuse, rotating
 from ascent.models.lm_head import Head, token_stats
@@ -419,7 +419,7 @@ def test_responses_are_those_of_torch(room: int, monkeypatch: pytest.MonkeyPatch
 
     def in_room() -> LocalEngine:
         sampler = sampler_of(lm, rows=5)
-        sampler.room = room
+        sampler.cache_tokens = room
         return sampler
 
     with monkeypatch.context() as context:
@@ -427,7 +427,7 @@ def test_responses_are_those_of_torch(room: int, monkeypatch: pytest.MonkeyPatch
         plain = PagedRunner.__call__
         context.setattr(PagedRunner, "__call__", lambda self: (seen.append(self.decoding), plain(self))[1])
         ours = in_room().generate(prompts, 4)
-        assert seen and all(isinstance(layout, RowByRow) for layout in seen)
+        assert seen and all(isinstance(layout, RowwiseDecodeLayout) for layout in seen)
     monkeypatch.setattr(cpu_kernels, "library", lambda: None)
     same(ours, in_room().generate(prompts, 4), 2e-5)
 

@@ -129,7 +129,7 @@ def play(place: Path, model: Any, world: str, samples: int = 4, prompts: int = 3
     task = task_of(place, world, **more)
     with closing(language().bind(task, model, {})) as bound:
         sampler = sampler_of(model, limit=task.room, rows=5)
-        sampler.most = task.max_tokens
+        sampler.max_sampled_tokens = task.max_tokens
         drawn = bound.draw(prompts, torch.Generator().manual_seed(0))
         return score_rollouts(bound, sampler.generate(drawn, samples)), bound
 

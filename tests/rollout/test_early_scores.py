@@ -18,7 +18,7 @@ from ascent.build.trained_run import Run
 from ascent.core.protocols import RolloutRequest
 from ascent.core.types import Prompts, Rollouts
 from ascent.inference.engine import LocalEngine
-from ascent.inference.runners.cuda_graph import graph_decoder
+from ascent.inference.runners.cuda_graph import cuda_graph_runner
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
 from ascent.processes.reward_calls import RewardJob
@@ -155,7 +155,7 @@ def test_a_thread_that_fails_leaves_the_error_to_whoever_waits(
 def sampler_for(decoder: Any, **more: Any) -> LocalEngine:
     lm = model_of()
     sampler = sampler_of(lm, **{"limit": 12, "rows": 4} | more)
-    sampler.decoder = graph_decoder(lm)[0] if decoder == "graphs" else decoder
+    sampler.runner = cuda_graph_runner(lm)[0] if decoder == "graphs" else decoder
     return sampler
 
 
@@ -181,9 +181,9 @@ def problems(offset: int = 0) -> Prompts:
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_a_response_that_is_over_is_handed_over_as_it_is(decoder: Any) -> None:
     sampler = sampler_for(decoder, rows=6)  # of two problems, so that responses to both end together
-    quiet = sampler.draw(problems(), 4, torch.arange(12).view(3, 4))
+    quiet = sampler.generate_from_seeds(problems(), 4, torch.arange(12).view(3, 4))
     told = listening(sampler)
-    loud = sampler.draw(problems(), 4, torch.arange(12).view(3, 4))
+    loud = sampler.generate_from_seeds(problems(), 4, torch.arange(12).view(3, 4))
     assert torch.equal(quiet.response, loud.response) and torch.equal(quiet.logp_sampler, loud.logp_sampler)
     every = responses_of(loud)
     assert len(told) >= 6, "some before the last one is over"

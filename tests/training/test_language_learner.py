@@ -236,7 +236,7 @@ def test_both_decoders_draw_the_same(kind: str) -> None:
     lm, found = model_of(kind), []
     for decoder in (PagedRunner, EagerRunner):
         sampler = sampler_of(lm, rows=5)
-        sampler.decoder = decoder
+        sampler.runner = decoder
         found.append(sampler.generate(Prompts.of(prompts_of()), 4))
     assert torch.equal(found[0].mask, found[1].mask)
     assert torch.equal(found[0].response, found[1].response)

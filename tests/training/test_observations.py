@@ -38,7 +38,7 @@ from ascent.core.types import (
 )
 from ascent.core.values import GAE, VALUES
 from ascent.core.weights import WEIGHTS, FixedLength
-from ascent.inference.runners.cuda_graph import graph_decoder
+from ascent.inference.runners.cuda_graph import cuda_graph_runner
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
 from ascent.lab.pages.completions.completions import of_row
@@ -420,7 +420,7 @@ def test_an_observation_that_does_not_fit_ends_its_response(decoder: Any) -> Non
     """The response counts as cut off; nothing is drawn behind its end token."""
     lm = model_of()
     sampler = sampler_of(lm, limit=24, rows=5)
-    sampler.decoder = graph_decoder(lm)[0] if decoder == "graphs" else decoder
+    sampler.runner = cuda_graph_runner(lm)[0] if decoder == "graphs" else decoder
     asked: list[int] = []
 
     def observe(response: int, tokens: list[int]) -> list[int]:
@@ -440,7 +440,7 @@ def test_a_decoder_extends_a_response(decoder: Any) -> None:
     """A turn that ends is answered, twice at most; log-probs are those of one plain forward pass over everything."""
     lm = model_of()
     sampler = sampler_of(lm, limit=24, rows=5)
-    sampler.decoder = graph_decoder(lm)[0] if decoder == "graphs" else decoder
+    sampler.runner = cuda_graph_runner(lm)[0] if decoder == "graphs" else decoder
     turns: dict[int, int] = {}
 
     def observe(response: int, tokens: list[int]) -> list[int]:

@@ -30,7 +30,7 @@ from ascent.inference.occupancy import OccupancyTimeline
 from ascent.inference.remote.engine_adapter import EMPTY_RESPONSE, EngineRequest, EngineResponse
 from ascent.inference.remote.server_client import ServerLostError
 from ascent.inference.remote.server_pool import Server, ServerPool
-from ascent.inference.stop_strings import Stops
+from ascent.inference.stop_strings import StopStrings
 from ascent.models.causal_lm import CausalLM, LanguageModel
 from ascent.ops.token_sampling import response_seeds
 
@@ -109,7 +109,7 @@ class RemoteEngine(RolloutEngine):
         max_model_len: int,
         temperature: float,
         generator: torch.Generator,
-        stops: Stops | None = None,
+        stops: StopStrings | None = None,
         max_sampled_tokens: int = 0,
     ):
         """Create the engine; servers are started at the first load.

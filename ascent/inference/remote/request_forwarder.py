@@ -27,7 +27,7 @@ from ascent.inference.remote.remote_engine import TURN_SEED_INCREMENT, RemoteEng
 from ascent.inference.remote.server_client import ServerLostError
 from ascent.inference.remote.server_pool import Server, ServerPool
 from ascent.inference.request_queue import Completion, CompletionDelta, FinishReason, Request, RequestQueue
-from ascent.inference.stop_strings import Stops
+from ascent.inference.stop_strings import StopStrings
 
 MAX_TIMELINE_SPANS, MAX_CACHED_STOPS = 4096, 16
 """Bounds of the occupancy timeline and of the cached stop strings of finished requests, for a long-running server."""
@@ -73,7 +73,7 @@ class RequestForwarder:
         self.streamed_tokens: dict[Request, list[int]] = {}
         self.failed: deque[tuple[ForwardedRequest, BaseException]] = deque()
         self.last_progress = self.last_readmit = time.monotonic()
-        self._stops: dict[tuple[str, ...], Stops] = {}
+        self._stops: dict[tuple[str, ...], StopStrings] = {}
 
     def run(self) -> None:
         try:
@@ -168,11 +168,11 @@ class RequestForwarder:
         finish_reason: FinishReason = "stop" if end or tokens[-1] in self.lm.ends else "length"
         return Completion(tokens, logp, [1.0] * len(tokens), finish_reason, self.version)
 
-    def _stops_of(self, strings: tuple[str, ...]) -> Stops:
+    def _stops_of(self, strings: tuple[str, ...]) -> StopStrings:
         if strings not in self._stops:
             if len(self._stops) >= MAX_CACHED_STOPS + self.queue.max_requests:  # more than active requests can use
                 self._stops.clear()
-            self._stops[strings] = Stops(strings, self.lm.tokenizer, self.lm.vocab)
+            self._stops[strings] = StopStrings(strings, self.lm.tokenizer, self.lm.vocab)
         return self._stops[strings]
 
     def _handle_failure(self, sent: ForwardedRequest, error: BaseException) -> None:

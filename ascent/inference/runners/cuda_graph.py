@@ -23,10 +23,10 @@ from torch import Tensor
 from ascent.core.sampling_params import SamplingParams
 from ascent.inference.block_manager import BlockManager
 from ascent.inference.generation_state import GenerationState
-from ascent.inference.kv_cache import Segment, extend
-from ascent.inference.prefill import WORK, CapturedPasses, Prefill
+from ascent.inference.kv_cache import PrefillSegment, extend
+from ascent.inference.prefill import MAX_GRAPH_WORK, PrefillGraphs, PrefillModel
 from ascent.inference.scheduler import Scheduler
-from ascent.inference.sequence import NOWHERE, Sequence
+from ascent.inference.sequence import NOT_RUNNING, Sequence
 from ascent.models.causal_lm import LanguageModel
 from ascent.models.decoder_model import MAX_HIDDEN_ERROR, DecoderModel, UnsupportedArchitectureError
 from ascent.models.lora import shaken
@@ -45,44 +45,44 @@ from ascent.ops.decode_state import (
     DecodeState,
 )
 
-BUCKETS = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+GRAPH_BATCH_SIZES = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Rows that graphs are captured for, besides all rows."""
-SHARE = 0.25
+KV_CACHE_MEMORY_FRACTION = 0.25
 """Of the free memory, what the pages may take: they stay there while the learner works."""
-TOGETHER = 16
+MAX_PREFILL_PROMPTS = 16
 """Prompts that are encoded together: a forward pass over one takes as long."""
-LONG = 512
+MIN_SPLIT_KV_LENGTH = 512
 """Keys from which on rows may be shared out."""
-FEW, UNEVEN = 256, 1.5
+MAX_SPLIT_KV_ROWS, MIN_LENGTH_RATIO = 256, 1.5
 """They are where there are fewer rows times heads than this, or where the longest is this many times the mean."""
-ROUND = 4
+STEPS_PER_LAUNCH = 4
 """Steps between two looks at which responses have finished."""
-PREFILL = 6
+PREFILL_BREAK_EVEN_STEPS = 6
 """Steps that take as long as encoding what rows were given. If feeding it one by one keeps fewer busy, that is done."""
-IDLE = 0.2
+MAX_IDLE_FRACTION = 0.2
 """Share of a call's time for which nobody ran, from which on the next one begins with half of its rows."""
-APART, LATEST = 0.002, 0.05
+OBSERVATION_POLL_SECONDS, MAX_DELAY_SECONDS = 0.002, 0.05
 """Seconds: answers that come no further apart are taken together, but none waits longer for others."""
-BURST = 0.003
+REQUEST_POLL_SECONDS = 0.003
 """The same, of requests: a server reads some of them while the others are on their way."""
-SLOW = "rollouts take 20 to 40 times as long as on the fast path, which this model cannot take: {why}"
+SLOW_RUNNER_NOTE = "rollouts take 20 to 40 times as long as on the fast path, which this model cannot take: {why}"
 """What a run says that decodes without graphs; measured on an H200, with 135 million and 1.5 billion parameters."""
 
 
-def graph_decoder(lm: LanguageModel) -> tuple[CudaGraphRunner | None, str | None]:
+def cuda_graph_runner(lm: LanguageModel) -> tuple[CudaGraphRunner | None, str | None]:
     """The decoder of this model, which all its samplers share; or None and why there is none."""
-    if hasattr(lm, "graph_decoder"):
-        return lm.graph_decoder, None  # type: ignore[return-value]
+    if hasattr(lm, "cuda_graph_runner"):
+        return lm.cuda_graph_runner, None  # type: ignore[return-value]
     if len(lm.ends) > MAX_STOP_TOKENS:
         return None, f"it has {len(lm.ends)} end tokens, and there is room for {MAX_STOP_TOKENS}"
     try:
         decoder = CudaGraphRunner(lm)
-        gap, bound = decoder.gap(), MAX_HIDDEN_ERROR.get(lm.model.dtype, 1e-3)
+        gap, bound = decoder.hidden_error(), MAX_HIDDEN_ERROR.get(lm.model.dtype, 1e-3)
     except UnsupportedArchitectureError as error:
         return None, str(error)
     if not gap < bound:
         return None, f"its layers compute something that Llama's do not (hidden states would be {gap:.2g} off)"
-    lm.graph_decoder = decoder  # type: ignore[assignment]
+    lm.cuda_graph_runner = decoder  # type: ignore[assignment]
     return decoder, None
 
 
@@ -95,20 +95,20 @@ class CudaGraphRunner:
 
     def __init__(self, lm: LanguageModel):
         self.lm = lm
-        self.on_card = lm.device.type == "cuda"
-        self.net = DecoderModel.of(lm.model)
+        self.on_gpu = lm.device.type == "cuda"
+        self.hidden_model = DecoderModel.of(lm.model)
         self.parameters = list(lm.model.parameters())
-        self.places = self._places()
+        self.addresses = self._parameter_addresses()
         """Of the parameters, when the model was looked through last."""
-        plain = not self.on_card or lm.model.dtype == torch.float64
+        plain = not self.on_gpu or lm.model.dtype == torch.float64
         self.ops = formulas if plain else load_kernels("triton_decoding") or formulas
-        self.board: DecodeState = None  # type: ignore[assignment]
+        self.decode_state: DecodeState = None  # type: ignore[assignment]
         """There from the first `prepare` on."""
-        self.forget()
-        self.lanes_now: list[int] = []
-        self.full = False
+        self.drop_graphs()
+        self.current_batch_indices: list[int] = []
+        self.memory_full = False
         """There is no room for more pages."""
-        self.idled = False
+        self.was_idle = False
         """Did the latest call wait for environments with nothing to run?"""
 
     def __call__(
@@ -120,116 +120,122 @@ class CudaGraphRunner:
         drawn: GenerationState,
         room: int = 0,
     ) -> DecodeLoop:
-        rows, keys = min(rows, len(drawn.length)), [len(p) - 1 for p in prompts]
-        long, longest = -(-drawn.limit // BLOCK_SIZE), -(-max(keys, default=drawn.longest) // BLOCK_SIZE)
-        slots = min(len(prompts) or rows, 4 * -(-rows // samples) + TOGETHER)  # prompts whose responses are under way
-        pages = self._pages(rows * long + slots * longest, long + longest)
+        rows, keys = min(rows, len(drawn.lengths)), [len(p) - 1 for p in prompts]
+        long, longest = -(-drawn.max_tokens // BLOCK_SIZE), -(-max(keys, default=drawn.max_prompt_tokens) // BLOCK_SIZE)
+        slots = min(
+            len(prompts) or rows, 4 * -(-rows // samples) + MAX_PREFILL_PROMPTS
+        )  # prompts whose responses are under way
+        pages = self._num_blocks(rows * long + slots * longest, long + longest)
         pages = min(pages, -(-room // BLOCK_SIZE)) if room else pages
-        self.prepare(rows, pages, -(-(long + longest) // 8) * 8, drawn.limit)
-        self.board.max_tokens.fill_(drawn.limit)
-        self.board.stop_tokens.copy_(torch.cat([drawn.ends, torch.full((MAX_STOP_TOKENS - len(drawn.ends),), -1)]))
+        self.prepare(rows, pages, -(-(long + longest) // 8) * 8, drawn.max_tokens)
+        self.decode_state.max_tokens.fill_(drawn.max_tokens)
+        self.decode_state.stop_tokens.copy_(
+            torch.cat([drawn.stop_tokens, torch.full((MAX_STOP_TOKENS - len(drawn.stop_tokens),), -1)])
+        )
         drawn.timeline.capacity = rows
         schedule = Scheduler(
             keys,
             samples,
             rows,
-            drawn.limit,
+            drawn.max_tokens,
             BlockManager(pages, BLOCK_SIZE),
-            TOGETHER,
-            begun=drawn.begun,
-            over=drawn.before,
+            MAX_PREFILL_PROMPTS,
+            begun=drawn.started_lengths,
+            over=drawn.already_finished,
         )
         return DecodeLoop(self, prompts, schedule, drawn)
 
-    def _pages(self, wanted: int, least: int) -> int:
+    def _num_blocks(self, wanted: int, least: int) -> int:
         """Pages for a call: all that it can need, or as many as fit. Where no more fit, the board stays as it is."""
-        have = 0 if self.board is None else self.board.capacity[1]
-        if have >= wanted or (self.full and have >= least):
+        have = 0 if self.decode_state is None else self.decode_state.capacity[1]
+        if have >= wanted or (self.memory_full and have >= least):
             return min(wanted, have)
         wanted += wanted // 8  # later prompts may be longer
-        if self.on_card:
-            self.board = None  # type: ignore[assignment]
-            self.forget()
+        if self.on_gpu:
+            self.decode_state = None  # type: ignore[assignment]
+            self.drop_graphs()
             own = torch.cuda.memory_allocated()
             free = min(self.lm.limit, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()) - own
-            net = self.net
+            net = self.hidden_model
             page = 2 * len(net.layers) * net.num_kv_heads * BLOCK_SIZE * net.head_dim * net.embedding.element_size()
-            most = int(SHARE * free) // page
-            self.full, wanted = most < wanted, max(least, min(wanted, most))
+            most = int(KV_CACHE_MEMORY_FRACTION * free) // page
+            self.memory_full, wanted = most < wanted, max(least, min(wanted, most))
         return wanted
 
-    def forget(self) -> None:
+    def drop_graphs(self) -> None:
         """What was captured: buffers or parameters lie elsewhere now."""
         self.graphs: dict[Any, Callable[[], None]] = {}
         size = parameter_count(self.lm.model)
-        self.passes = CapturedPasses(CudaGraphs() if self.on_card else NoGraphs(), int(WORK / size))
+        self.prefill_graphs = PrefillGraphs(CudaGraphs() if self.on_gpu else NoGraphs(), int(MAX_GRAPH_WORK / size))
 
     def prepare(self, rows: int, pages: int, width: int, limit: int) -> None:
         """Buffers with this much room, and parameters where the graphs expect them."""
-        if self.places == self._places():  # nothing has moved: the model need not be looked through again
-            self.net.copies.make()
+        if (
+            self.addresses == self._parameter_addresses()
+        ):  # nothing has moved: the model need not be looked through again
+            self.hidden_model.copies.make()
         else:
             net = DecoderModel.of(self.lm.model)
-            if net.addresses() != self.net.addresses():
-                self.forget()
-            self.net, self.places = net, self._places()
-        net = self.net
-        if self.board is not None and self.board.fits(rows, pages, width, limit):
+            if net.addresses() != self.hidden_model.addresses():
+                self.drop_graphs()
+            self.hidden_model, self.addresses = net, self._parameter_addresses()
+        net = self.hidden_model
+        if self.decode_state is not None and self.decode_state.fits(rows, pages, width, limit):
             return
-        if self.board is not None:
-            rows, pages, width, limit = map(max, self.board.capacity, (rows, pages, width, limit))
-        self.board = None  # type: ignore[assignment]
-        self.forget()
+        if self.decode_state is not None:
+            rows, pages, width, limit = map(max, self.decode_state.capacity, (rows, pages, width, limit))
+        self.decode_state = None  # type: ignore[assignment]
+        self.drop_graphs()
         like = net.embedding.detach()
-        self.board = DecodeState.allocate(
+        self.decode_state = DecodeState.allocate(
             len(net.layers), net.num_kv_heads, net.head_dim, rows, pages, width, limit, like
         )
         self.tables = net.rotary_cache(width * BLOCK_SIZE)
-        self.lanes_now = []
+        self.current_batch_indices = []
 
-    def _places(self) -> list[int]:
+    def _parameter_addresses(self) -> list[int]:
         return [p.data_ptr() for p in self.parameters]
 
     @property
-    def prefill(self) -> Prefill:
+    def prefill(self) -> PrefillModel:
         """What encodes tokens that are given."""
-        return Prefill(self.net, self.ops, self.tables, self.passes)
+        return PrefillModel(self.hidden_model, self.ops, self.tables, self.prefill_graphs)
 
-    def step(self, rows: int, uneven: bool, support: SamplingParams, greedy: bool) -> None:
+    def decode_step(self, rows: int, uneven: bool, support: SamplingParams, greedy: bool) -> None:
         """The next token of the first `rows` rows."""
-        hidden = self.net.hidden(self.ops, self.board, self.tables, rows, uneven)
-        self.ops.sample_next_tokens(self.net.head.logits(hidden), self.board, support, greedy)
+        hidden = self.hidden_model.hidden(self.ops, self.decode_state, self.tables, rows, uneven)
+        self.ops.sample_next_tokens(self.hidden_model.head.logits(hidden), self.decode_state, support, greedy)
 
-    def graph(self, rows: int, support: SamplingParams, greedy: bool, uneven: bool = False) -> Callable[[], None]:
+    def get_graph(self, rows: int, support: SamplingParams, greedy: bool, uneven: bool = False) -> Callable[[], None]:
         """A step as one launch; captured at its first use, with every row on the lane that is nobody's."""
-        run = partial(self.step, rows, uneven, support, greedy)
+        run = partial(self.decode_step, rows, uneven, support, greedy)
         key = (rows, uneven, support.min_tokens if greedy else support)
         if key not in self.graphs:
-            self.board.batch_indices.fill_(self.board.max_num_seqs)
-            self.lanes_now = []
-            self.passes.graphs.warm(run)
-            self.graphs[key] = self.passes.graphs.capture(run)
+            self.decode_state.batch_indices.fill_(self.decode_state.max_num_seqs)
+            self.current_batch_indices = []
+            self.prefill_graphs.graphs.warm(run)
+            self.graphs[key] = self.prefill_graphs.graphs.capture(run)
         return self.graphs[key]
 
-    def choose(self, lanes: list[int]) -> int:
+    def select_batch(self, lanes: list[int]) -> int:
         """Let the next steps work on these lanes; how many rows such a step has."""
-        rows = min([self.board.max_num_seqs, *(n for n in BUCKETS if n >= len(lanes))])
-        lanes = lanes + [self.board.max_num_seqs] * (rows - len(lanes))
-        if lanes != self.lanes_now:
-            self.board.batch_indices[:rows].copy_(self.sent(lanes), non_blocking=True)
-            self.lanes_now = lanes
+        rows = min([self.decode_state.max_num_seqs, *(n for n in GRAPH_BATCH_SIZES if n >= len(lanes))])
+        lanes = lanes + [self.decode_state.max_num_seqs] * (rows - len(lanes))
+        if lanes != self.current_batch_indices:
+            self.decode_state.batch_indices[:rows].copy_(self.to_device(lanes), non_blocking=True)
+            self.current_batch_indices = lanes
         return rows
 
-    def uneven(self, keys: list[int]) -> bool:
+    def should_split_kv(self, keys: list[int]) -> bool:
         """Would the longest of rows with so many keys keep the others waiting?"""
-        longest, few = max(keys), len(keys) * self.net.num_kv_heads < FEW
-        return longest > LONG and (few or longest > UNEVEN * sum(keys) / len(keys))
+        longest, few = max(keys), len(keys) * self.hidden_model.num_kv_heads < MAX_SPLIT_KV_ROWS
+        return longest > MIN_SPLIT_KV_LENGTH and (few or longest > MIN_LENGTH_RATIO * sum(keys) / len(keys))
 
-    def sent(self, numbers: list[Any]) -> Tensor:
+    def to_device(self, numbers: list[Any]) -> Tensor:
         return send(torch.tensor(numbers, dtype=torch.long), self.lm.device)
 
     @torch.no_grad()
-    def gap(self) -> float:
+    def hidden_error(self) -> float:
         """How far our hidden states are from the model's own on a few random tokens, relative to their size."""
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.lm.vocab, (2, 12), generator=generator)
@@ -238,24 +244,24 @@ class CudaGraphRunner:
         device = self.lm.device
         with shaken(self.lm.model), ours(self.lm.model):
             self.prepare(2, len(pages), before + own, 8)
-            board = self.board
+            board = self.decode_state
             row, positions = Packed([Group(0, 12, ()), Group(12, 12, ())]), torch.arange(12, device=device).repeat(2)
             want = self.lm.hidden(ids.to(device).view(1, -1), positions[None], row).view(2, 12, -1)[:, 5:]
             apart = []
             for i in range(2):
-                extend(self.prefill, board.cache, [ids[i, :5].tolist()], [Segment(pages, 5)])
+                extend(self.prefill, board.cache, [ids[i, :5].tolist()], [PrefillSegment(pages, 5)])
                 rows = [pages[: before + own], pages[:before] + pages[before + own :]]
                 board.block_tables[:2, : before + own] = torch.tensor(rows, dtype=torch.int32)
-                self.choose([0, 1])
+                self.select_batch([0, 1])
                 for t in range(7):
                     board.state[PROMPT_LENGTH, :2], board.state[RESPONSE_LENGTH, :2], board.state[LAST_TOKEN, :2] = (
                         5,
                         t,
                         ids[i, 5 + t],
                     )
-                    got = self.net.hidden(self.ops, board, self.tables, 2)
+                    got = self.hidden_model.hidden(self.ops, board, self.tables, 2)
                     apart.append((got[1] - want[i, t]).double().norm() / want[i, t].double().norm())
-        self.board = None  # type: ignore[assignment]
+        self.decode_state = None  # type: ignore[assignment]
         return float(torch.stack(apart).max())
 
 
@@ -263,317 +269,360 @@ class DecodeLoop:
     """One call: what the schedule decides is written to the board, and what the card has drawn is read back."""
 
     def __init__(self, decoder: CudaGraphRunner, prompts: list[list[int]], schedule: Scheduler, drawn: GenerationState):
-        self.decoder, self.board, self.limit = decoder, decoder.board, drawn.limit
-        self.limits: list[int] = drawn.limits.tolist()
-        self.prompts, self.schedule, self.drawn = dict(enumerate(prompts)), schedule, drawn
-        self.seeds = [0] * len(drawn.length) if drawn.seeds is None else drawn.seeds.tolist()
-        self.begun: dict[int, int] = {}
+        self.runner, self.decode_state, self.max_tokens = decoder, decoder.decode_state, drawn.max_tokens
+        self.length_limits: list[int] = drawn.length_limits.tolist()
+        self.prompts, self.scheduler, self.generation = dict(enumerate(prompts)), schedule, drawn
+        self.seeds = [0] * len(drawn.lengths) if drawn.seeds is None else drawn.seeds.tolist()
+        self.entry_launch: dict[int, int] = {}
         """By response, the launches before it began or was extended."""
-        self.launches = 0
-        self.flight: Callable[[], None] | None = None
+        self.num_launches = 0
+        self.in_flight: Callable[[], None] | None = None
         """What to do when the steps that were launched are over."""
-        half = -(-min(len(schedule.free_lanes), len(schedule.waiting)) // 2)
-        self.most = max(1, half) if decoder.idled and drawn.turns is not None and not drawn.open else None
+        half = -(-min(len(schedule.free_batch_indices), len(schedule.waiting)) // 2)
+        self.max_running = (
+            max(1, half) if decoder.was_idle and drawn.turns is not None and not drawn.accepts_requests else None
+        )
         """Rows that may run at once, until some of them are over or asked about; None: as many as there are lanes.
 
         Where all rows wait for their environments together, the card waits too. So half of them go first.
         """
-        self.held_since = math.inf
+        self.delay_start = math.inf
         """Since when requests wait for those behind them, to be encoded together."""
-        self.idle = 0.0
+        self.idle_seconds = 0.0
         """Seconds for which nobody ran, because all were waiting for their environments."""
-        self.held: dict[int, int] = {}
+        self.suspended_lengths: dict[int, int] = {}
         """Of parked responses, the tokens that they had when their turn ended."""
-        self.fed: dict[int, int] = {}
+        self.forced_lengths: dict[int, int] = {}
         """Of responses that are fed an observation step by step, their tokens with it."""
-        self.since: dict[int, int] = {}
+        self.entry_length: dict[int, int] = {}
         """By response, the first token that its lane has drawn; those before are in `drawn`."""
-        self.out: list[tuple[list[int], list[int], list[Tensor]]] = []
+        self.finished_outputs: list[tuple[list[int], list[int], list[Tensor]]] = []
         """Responses that are over, their lengths, and what their lanes had: tokens, log-probs and masses."""
-        self.leaving: list[tuple[list[int], list[int], Tensor, Any]] = []
+        self.host_copies: list[tuple[list[int], list[int], Tensor, Any]] = []
         """Those of them that nobody was told of yet: their lengths, and their tokens on the way to the host."""
 
     def __call__(self) -> None:
         begun = time.perf_counter()
-        with ours(self.decoder.lm.model):
-            while self.drawn.missing:
-                if not self._holds(self._hear(wait=False)):
-                    self._admit()
+        with ours(self.runner.lm.model):
+            while self.generation.unfinished:
+                if not self._should_delay(self._poll(wait=False)):
+                    self._start_sequences()
                 launched = self._launch()
-                flight, self.flight = self.flight, launched
+                flight, self.in_flight = self.in_flight, launched
                 if flight is not None:
                     flight()
-                elif launched is None and self.drawn.asked:
-                    self._gather()
-                    if not self.drawn.open:
-                        self.most = max(1, -(-len(self.schedule.rows) // 2))  # those that were evicted have no row
-            self._land()
-        self.decoder.idled = self.idle > IDLE * (time.perf_counter() - begun)
-        self.drawn.timeline.stop()
+                elif launched is None and self.generation.waits_for_input:
+                    self._wait_for_input()
+                    if not self.generation.accepts_requests:
+                        self.max_running = max(
+                            1, -(-len(self.scheduler.sequences) // 2)
+                        )  # those that were evicted have no row
+            self._synchronize()
+        self.runner.was_idle = self.idle_seconds > MAX_IDLE_FRACTION * (time.perf_counter() - begun)
+        self.generation.timeline.stop()
         self._collect()
 
-    def _holds(self, came: int) -> bool:
+    def _should_delay(self, came: int) -> bool:
         """Let requests wait, while others run, if some came just now: more may be on their way.
 
         To encode tokens takes the host as long as several rounds, whatever there is to encode.
         """
-        now, wanting = time.perf_counter(), bool(self.schedule.ready or self.schedule.waiting)
-        since = min(self.held_since, now)
-        holds = bool(came) and wanting and self.drawn.open and self.flight is not None and now - since < LATEST
-        self.held_since = since if holds else math.inf
+        now, wanting = time.perf_counter(), bool(self.scheduler.resuming or self.scheduler.waiting)
+        since = min(self.delay_start, now)
+        holds = (
+            bool(came)
+            and wanting
+            and self.generation.accepts_requests
+            and self.in_flight is not None
+            and now - since < MAX_DELAY_SECONDS
+        )
+        self.delay_start = since if holds else math.inf
         return holds
 
-    def _gather(self) -> None:
+    def _wait_for_input(self) -> None:
         """Wait for answers, and for those that come right behind the first: rows that go on together stay together."""
         begun = time.perf_counter()
-        came = self._hear(wait=True)
-        until = time.perf_counter() + LATEST
-        self.idle += until - LATEST - begun
-        while came and self.drawn.asked and not self._all_back and time.perf_counter() < until:
-            time.sleep(BURST if self.drawn.open else APART)
-            came = self._hear(wait=False)
+        came = self._poll(wait=True)
+        until = time.perf_counter() + MAX_DELAY_SECONDS
+        self.idle_seconds += until - MAX_DELAY_SECONDS - begun
+        while (
+            came and self.generation.waits_for_input and not self._turn_group_complete and time.perf_counter() < until
+        ):
+            time.sleep(REQUEST_POLL_SECONDS if self.generation.accepts_requests else OBSERVATION_POLL_SECONDS)
+            came = self._poll(wait=False)
 
     @property
-    def _all_back(self) -> bool:
+    def _turn_group_complete(self) -> bool:
         """Has everyone answered whose turn ended together with the turns of those that are ready?"""
-        together = {self.begun[response] for response in self.schedule.ready}
-        waiting = () if self.drawn.turns is None else self.drawn.turns.pending
-        return bool(together) and not self.drawn.open and not any(self.begun[r] in together for r in waiting)
+        together = {self.entry_launch[response] for response in self.scheduler.resuming}
+        waiting = () if self.generation.turns is None else self.generation.turns.pending
+        return (
+            bool(together)
+            and not self.generation.accepts_requests
+            and not any(self.entry_launch[r] in together for r in waiting)
+        )
 
-    def _land(self) -> None:
+    def _synchronize(self) -> None:
         """Wait for the steps that were launched last, if any were, and see who has finished."""
-        flight, self.flight = self.flight, None
+        flight, self.in_flight = self.in_flight, None
         if flight is not None:
             flight()
 
     @property
-    def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.board.tokens, self.board.logp, self.board.kept_mass
+    def output_buffers(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.decode_state.tokens, self.decode_state.logp, self.decode_state.kept_mass
 
-    def _admit(self) -> None:
+    def _start_sequences(self) -> None:
         """Responses into free lanes: their pages, the token that is fed next (a new one's is the prompt's last)."""
-        schedule, there = self.schedule, set(self.schedule.rows.values())
-        entering = schedule.admit(ROUND, self.most)
-        if fresh := [p for p in schedule.fresh if schedule.keys[p]]:
-            segments = [Segment(schedule.prompts[p], schedule.keys[p]) for p in fresh]
-            extend(self.decoder.prefill, self.board.cache, [self.prompts[p][:-1] for p in fresh], segments)
-        schedule.fresh = []
+        schedule, there = self.scheduler, set(self.scheduler.sequences.values())
+        entering = schedule.schedule(STEPS_PER_LAUNCH, self.max_running)
+        if fresh := [p for p in schedule.prompts_to_prefill if schedule.prompt_lengths[p]]:
+            segments = [PrefillSegment(schedule.prompt_blocks[p], schedule.prompt_lengths[p]) for p in fresh]
+            extend(self.runner.prefill, self.decode_state.cache, [self.prompts[p][:-1] for p in fresh], segments)
+        schedule.prompts_to_prefill = []
         if not entering:
             return
         # a parked row has idled on the last place of its pages, so that place is written again
-        starts = {row.response: self.held.pop(row.response) - 1 if row in there else 0 for row in entering}
-        tokens = {row.response: self._fed_from(row, starts[row.response]) for row in entering}
+        starts = {row.seq_id: self.suspended_lengths.pop(row.seq_id) - 1 if row in there else 0 for row in entering}
+        tokens = {row.seq_id: self._input_tokens(row, starts[row.seq_id]) for row in entering}
         back = [row for row in entering if row in there]
-        steps = sum(row.length - starts[row.response] for row in back)
-        if back and steps <= PREFILL * len(schedule.running) and not self.drawn.reads:
-            cells = [(r.lane, starts[r.response] + i, t) for r in back for i, t in enumerate(tokens[r.response][1:])]
-            lane, place, token = self.decoder.sent(cells).t()
-            self.board.tokens[lane, place] = token
+        steps = sum(row.num_tokens - starts[row.seq_id] for row in back)
+        if back and steps <= PREFILL_BREAK_EVEN_STEPS * len(schedule.running) and not self.generation.needs_tokens:
+            cells = [(r.batch_index, starts[r.seq_id] + i, t) for r in back for i, t in enumerate(tokens[r.seq_id][1:])]
+            lane, place, token = self.runner.to_device(cells).t()
+            self.decode_state.tokens[lane, place] = token
             for row in back:
-                self.fed[row.response], row.length = row.length, starts[row.response]
-        if encoded := [row for row in entering if row.length > starts[row.response]]:
-            self._encode(encoded, [starts[r.response] for r in encoded], [tokens[r.response][:-1] for r in encoded])
-        self._set([(row, tokens[row.response][row.length - starts[row.response]]) for row in entering])
+                self.forced_lengths[row.seq_id], row.num_tokens = row.num_tokens, starts[row.seq_id]
+        if encoded := [row for row in entering if row.num_tokens > starts[row.seq_id]]:
+            self._prefill(encoded, [starts[r.seq_id] for r in encoded], [tokens[r.seq_id][:-1] for r in encoded])
+        self._write_decode_state([(row, tokens[row.seq_id][row.num_tokens - starts[row.seq_id]]) for row in entering])
         for row in entering:
-            self.begun[row.response] = self.launches
-            self.since[row.response] = self._length(row)
-        self._lay_out([(row, 0) for row in entering])
+            self.entry_launch[row.seq_id] = self.num_launches
+            self.entry_length[row.seq_id] = self._total_length(row)
+        self._write_block_tables([(row, 0) for row in entering])
 
-    def _fed_from(self, row: Sequence, start: int) -> list[int]:
+    def _input_tokens(self, row: Sequence, start: int) -> list[int]:
         """The tokens that a row is fed, from this place of its pages on up to the next one."""
-        before = [] if start else [self.prompts[row.prompt][-1]]
-        return before + self.drawn.tokens_of(row.response, max(start - 1, 0), row.length)
+        before = [] if start else [self.prompts[row.prompt_id][-1]]
+        return before + self.generation.tokens_of(row.seq_id, max(start - 1, 0), row.num_tokens)
 
-    def _length(self, row: Sequence) -> int:
+    def _total_length(self, row: Sequence) -> int:
         """How many tokens a response has, counting an observation that it is still being fed."""
-        return max(row.length, self.fed.get(row.response, 0))
+        return max(row.num_tokens, self.forced_lengths.get(row.seq_id, 0))
 
-    def _hear(self, wait: bool) -> int:
+    def _poll(self, wait: bool) -> int:
         """What environments have answered, and what has come: how many. They want a lane, or are over.
 
         Requests that leave are not counted: nobody waits for those behind them.
         """
-        answers = self.drawn.answers(wait)
-        limits = self.drawn.limits[[response for response, _ in answers]].tolist() if answers else []
+        answers = self.generation.poll_observations(wait)
+        limits = self.generation.length_limits[[response for response, _ in answers]].tolist() if answers else []
         for (response, tokens), limit in zip(answers, limits, strict=True):
-            self.limits[response] = limit
+            self.length_limits[response] = limit
             if tokens:
-                self.seeds[response] = self.drawn.seed(response)
-                self.schedule.unpark(response, self.held[response] + len(tokens))
+                self.seeds[response] = self.generation.seed_of(response)
+                self.scheduler.resume(response, self.suspended_lengths[response] + len(tokens))
             else:
-                self._end(response)
-        entering = self.drawn.entering()
+                self._finish(response)
+        entering = self.generation.new_requests()
         for response, prompt, ids in entering:
-            self.prompts[prompt], begun = ids, int(self.drawn.length[response])
-            self.limits[response], self.seeds[response] = int(self.drawn.limits[response]), self.drawn.seed(response)
-            self.schedule.add(response, prompt, len(ids) - 1, begun)
-        return len(entering) + sum(bool(tokens) or not self.drawn.open for _, tokens in answers)
+            self.prompts[prompt], begun = ids, int(self.generation.lengths[response])
+            self.length_limits[response], self.seeds[response] = (
+                int(self.generation.length_limits[response]),
+                self.generation.seed_of(response),
+            )
+            self.scheduler.add(response, prompt, len(ids) - 1, begun)
+        return len(entering) + sum(bool(tokens) or not self.generation.accepts_requests for _, tokens in answers)
 
-    def _encode(self, rows: list[Sequence], starts: list[int], tokens: list[list[int]]) -> None:
+    def _prefill(self, rows: list[Sequence], starts: list[int], tokens: list[list[int]]) -> None:
         """Tokens that these rows are given, into their pages."""
-        before, keys = self.schedule.prompts, self.schedule.keys
+        before, keys = self.scheduler.prompt_blocks, self.scheduler.prompt_lengths
         parts = zip(rows, starts, tokens, strict=True)
-        segments = [Segment(r.pages, len(own), at, before[r.prompt], keys[r.prompt]) for r, at, own in parts]
-        extend(self.decoder.prefill, self.board.cache, tokens, segments)
+        segments = [
+            PrefillSegment(r.block_table, len(own), at, before[r.prompt_id], keys[r.prompt_id]) for r, at, own in parts
+        ]
+        extend(self.runner.prefill, self.decode_state.cache, tokens, segments)
 
-    def _lay_out(self, grown: list[tuple[Sequence, int]]) -> None:
+    def _write_block_tables(self, grown: list[tuple[Sequence, int]]) -> None:
         """Write the pages of these rows to the table; of each, those from the given one on are new."""
         cells: list[tuple[int, int, int]] = []
         for row, old in grown:
-            before = self.schedule.prompts[row.prompt]
-            pages = [*before, *row.pages] if old == 0 else row.pages[old:]
+            before = self.scheduler.prompt_blocks[row.prompt_id]
+            pages = [*before, *row.block_table] if old == 0 else row.block_table[old:]
             first = 0 if old == 0 else len(before) + old
-            cells += [(row.lane, first + i, page) for i, page in enumerate(pages)]
+            cells += [(row.batch_index, first + i, page) for i, page in enumerate(pages)]
         if cells:
-            lane, column, page = self.decoder.sent(cells).t()
-            self.board.block_tables[lane, column] = page.int()
+            lane, column, page = self.runner.to_device(cells).t()
+            self.decode_state.block_tables[lane, column] = page.int()
 
     def _launch(self) -> Callable[[], None] | None:
         """Enqueue the next steps; returned is what to do when they are over. None: there is nothing to run."""
-        if not self.schedule.fits(ROUND):
-            self._land()  # those that have finished make room
-        running = self.schedule.running
-        before = {row.response: len(row.pages) for row in running}
-        evicted = [row for row in self.schedule.grow(ROUND, running) if row.lane != NOWHERE]
-        self.schedule.kept |= {row.response: self._length(row) for row in evicted}
-        self._save(evicted, [self._length(row) for row in evicted])
-        live = [row for row in self.schedule.running if row.length < self.limits[row.response]]
-        self.drawn.timeline.record(len(live))
+        if not self.scheduler.can_append(STEPS_PER_LAUNCH):
+            self._synchronize()  # those that have finished make room
+        running = self.scheduler.running
+        before = {row.seq_id: len(row.block_table) for row in running}
+        evicted = [row for row in self.scheduler.reserve(STEPS_PER_LAUNCH, running) if row.batch_index != NOT_RUNNING]
+        self.scheduler.recompute_lengths |= {row.seq_id: self._total_length(row) for row in evicted}
+        self._save_sequences(evicted, [self._total_length(row) for row in evicted])
+        live = [row for row in self.scheduler.running if row.num_tokens < self.length_limits[row.seq_id]]
+        self.generation.timeline.record(len(live))
         if not live:
             return None
-        self._lay_out([(row, before[row.response]) for row in live if len(row.pages) > before[row.response]])
-        live.sort(key=lambda row: row.lane)
-        steps = min(ROUND, max(self.limits[row.response] - row.length for row in live))
-        lanes = [row.lane for row in live]
-        uneven = self.decoder.uneven([row.length + self.schedule.keys[row.prompt] for row in live])
-        for (temperature, support, greedy), some in self.drawn.by_settings([row.response for row in live]).items():
-            self.board.temperature.fill_(temperature)
+        self._write_block_tables(
+            [(row, before[row.seq_id]) for row in live if len(row.block_table) > before[row.seq_id]]
+        )
+        live.sort(key=lambda row: row.batch_index)
+        steps = min(STEPS_PER_LAUNCH, max(self.length_limits[row.seq_id] - row.num_tokens for row in live))
+        lanes = [row.batch_index for row in live]
+        uneven = self.runner.should_split_kv(
+            [row.num_tokens + self.scheduler.prompt_lengths[row.prompt_id] for row in live]
+        )
+        for (temperature, support, greedy), some in self.generation.group_by_sampling(
+            [row.seq_id for row in live]
+        ).items():
+            self.decode_state.temperature.fill_(temperature)
             alike = [lanes[i] for i in some]
-            rows = self.decoder.choose(alike)
-            graph = self.decoder.graph(rows, support, greedy, uneven)
-            self.decoder.choose(alike)
+            rows = self.runner.select_batch(alike)
+            graph = self.runner.get_graph(rows, support, greedy, uneven)
+            self.runner.select_batch(alike)
             for _ in range(steps):
                 graph()
-        ran = [(row, row.length, min(row.length + steps, self.limit)) for row in live]
+        ran = [(row, row.num_tokens, min(row.num_tokens + steps, self.max_tokens)) for row in live]
         for row, _, after in ran:
-            row.length = after
-        self.launches += 1
-        read = [self.board.state[FINISHED_LENGTH]]
-        if self.drawn.reads:  # the tokens of these steps
-            places = [[min(start + i, self.limit - 1) for i in range(steps)] for _, start, _ in ran]
-            where = self.decoder.sent(lanes)[:, None], self.decoder.sent(places)
-            read += [self.board.tokens[where], *([self.board.logp[where]] if self.drawn.watched else [])]
-        if not self.decoder.on_card:
-            return partial(self._settle, self.launches, ran, [tensor.clone() for tensor in read], None)
+            row.num_tokens = after
+        self.num_launches += 1
+        read = [self.decode_state.state[FINISHED_LENGTH]]
+        if self.generation.needs_tokens:  # the tokens of these steps
+            places = [[min(start + i, self.max_tokens - 1) for i in range(steps)] for _, start, _ in ran]
+            where = self.runner.to_device(lanes)[:, None], self.runner.to_device(places)
+            read += [
+                self.decode_state.tokens[where],
+                *([self.decode_state.logp[where]] if self.generation.needs_logprobs else []),
+            ]
+        if not self.runner.on_gpu:
+            return partial(self._process_finished, self.num_launches, ran, [tensor.clone() for tensor in read], None)
         copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in read]
         for copy, tensor in zip(copies, read, strict=True):
             copy.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        return partial(self._settle, self.launches, ran, copies, event)
+        return partial(self._process_finished, self.num_launches, ran, copies, event)
 
-    def _settle(self, launch: int, ran: list[tuple[Sequence, int, int]], read: list[Tensor], event: Any) -> None:
+    def _process_finished(
+        self, launch: int, ran: list[tuple[Sequence, int, int]], read: list[Tensor], event: Any
+    ) -> None:
         """Responses that had finished when these steps were over leave their lanes, but for those that are extended."""
         if event is not None:
             event.synchronize()
-        self._hand_over()
+        self._deliver_finished()
         done, lengths = read[0].tolist(), {}
         for i, (row, start, stop) in enumerate(ran):
-            ended = done[row.lane] or stop >= self.limits[row.response] or len(read) > 1
-            if ended and self.schedule.rows.get(row.response) is row and self.begun[row.response] < launch:
+            ended = done[row.batch_index] or stop >= self.length_limits[row.seq_id] or len(read) > 1
+            if ended and self.scheduler.sequences.get(row.seq_id) is row and self.entry_launch[row.seq_id] < launch:
                 fresh = read[1][i] if len(read) > 1 else None
                 if len(read) > 2:
-                    self.drawn.logp[row.response, start:stop] = read[2][i][: stop - start]
-                lengths[row.response] = self.drawn.over(row.response, start, stop, done[row.lane], fresh)
-        over = [row for row, _, _ in ran if lengths.get(row.response)]
-        self.most = None if over else self.most
-        if over and self.drawn.turns is not None:
-            over = self._ask(over, lengths)
+                    self.generation.logp[row.seq_id, start:stop] = read[2][i][: stop - start]
+                lengths[row.seq_id] = self.generation.finished_length(
+                    row.seq_id, start, stop, done[row.batch_index], fresh
+                )
+        over = [row for row, _, _ in ran if lengths.get(row.seq_id)]
+        self.max_running = None if over else self.max_running
+        if over and self.generation.turns is not None:
+            over = self._submit_turns(over, lengths)
         if over:
-            where = self.decoder.sent([row.lane for row in over])
-            found = [buffer[where, : self.limit] for buffer in self.buffers]
-            self.out.append(([row.response for row in over], [lengths[row.response] for row in over], found))
-            if self.drawn.hand_over is not None:
-                self._leave(*self.out[-1])
+            where = self.runner.to_device([row.batch_index for row in over])
+            found = [buffer[where, : self.max_tokens] for buffer in self.output_buffers]
+            self.finished_outputs.append(([row.seq_id for row in over], [lengths[row.seq_id] for row in over], found))
+            if self.generation.on_finished is not None:
+                self._copy_to_host(*self.finished_outputs[-1])
         for row in over:
-            self._end(row.response)
+            self._finish(row.seq_id)
 
-    def _leave(self, responses: list[int], lengths: list[int], lanes: list[Tensor]) -> None:
+    def _copy_to_host(self, responses: list[int], lengths: list[int], lanes: list[Tensor]) -> None:
         """Send the tokens of these to the host, behind the steps that are under way."""
         tokens, event = lanes[0][:, : max(lengths)], None
-        if self.decoder.on_card:
+        if self.runner.on_gpu:
             tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        self.leaving.append((responses, lengths, tokens, event))
+        self.host_copies.append((responses, lengths, tokens, event))
 
-    def _hand_over(self) -> None:
+    def _deliver_finished(self) -> None:
         """Tell of responses whose tokens have arrived: whoever scores them begins now."""
-        while self.leaving and (self.leaving[0][3] is None or self.leaving[0][3].query()):
-            responses, lengths, tokens, _ = self.leaving.pop(0)
-            before = [self.drawn.tokens_of(response, 0, self.since[response]) for response in responses]
+        while self.host_copies and (self.host_copies[0][3] is None or self.host_copies[0][3].query()):
+            responses, lengths, tokens, _ = self.host_copies.pop(0)
+            before = [self.generation.tokens_of(response, 0, self.entry_length[response]) for response in responses]
             rows = zip(before, tokens.tolist(), lengths, strict=True)
-            assert self.drawn.hand_over is not None
-            self.drawn.hand_over(responses, [old + row[len(old) : length] for old, row, length in rows])
+            assert self.generation.on_finished is not None
+            self.generation.on_finished(responses, [old + row[len(old) : length] for old, row, length in rows])
 
-    def _end(self, response: int) -> None:
-        prompt = self.schedule.prompt(response)
-        self.schedule.end(response)
-        self.drawn.missing.discard(response)
-        self.held.pop(response, None), self.fed.pop(response, None)
-        if prompt not in self.schedule.keys:
+    def _finish(self, response: int) -> None:
+        prompt = self.scheduler.prompt_of(response)
+        self.scheduler.finish(response)
+        self.generation.unfinished.discard(response)
+        self.suspended_lengths.pop(response, None), self.forced_lengths.pop(response, None)
+        if prompt not in self.scheduler.prompt_lengths:
             del self.prompts[prompt]
 
-    def _ask(self, ended: list[Sequence], lengths: dict[int, int]) -> list[Sequence]:
+    def _submit_turns(self, ended: list[Sequence], lengths: dict[int, int]) -> list[Sequence]:
         """Who of these, whose turns have ended, is over; the others are parked until their environments answer."""
-        drawn, responses = self.drawn, [row.response for row in ended]
-        self._save(ended, [lengths[response] for response in responses])
-        drawn.end(responses)
-        over = set(drawn.ask(responses))
+        drawn, responses = self.generation, [row.seq_id for row in ended]
+        self._save_sequences(ended, [lengths[response] for response in responses])
+        drawn.update_stopped(responses)
+        over = set(drawn.finish_turns(responses))
         for row in ended:
-            if row.response not in over:
-                row.length = self.held[row.response] = lengths[row.response]
-                self.begun[row.response] = self.launches  # what is under way for it counts no more
-                self.schedule.park(row.response)
-        return [row for row in ended if row.response in over]
+            if row.seq_id not in over:
+                row.num_tokens = self.suspended_lengths[row.seq_id] = lengths[row.seq_id]
+                self.entry_launch[row.seq_id] = self.num_launches  # what is under way for it counts no more
+                self.scheduler.suspend(row.seq_id)
+        return [row for row in ended if row.seq_id in over]
 
-    def _save(self, rows: list[Sequence], lengths: list[int]) -> None:
+    def _save_sequences(self, rows: list[Sequence], lengths: list[int]) -> None:
         """What the lanes of these rows have drawn, to the host."""
         if rows:
-            lanes = self.decoder.sent([row.lane for row in rows])
-            self._write([row.response for row in rows], lengths, [b[lanes, : max(lengths)] for b in self.buffers])
+            lanes = self.runner.to_device([row.batch_index for row in rows])
+            self._write_outputs(
+                [row.seq_id for row in rows], lengths, [b[lanes, : max(lengths)] for b in self.output_buffers]
+            )
 
-    def _write(self, responses: list[int], lengths: list[int], lanes: list[Tensor]) -> None:
+    def _write_outputs(self, responses: list[int], lengths: list[int], lanes: list[Tensor]) -> None:
         """Responses so far: what they had when they got their lanes, and what is in these from then on."""
-        drawn, begun = self.drawn, [self.since[response] for response in responses]
+        drawn, begun = self.generation, [self.entry_length[response] for response in responses]
         low, high, length = min(begun), max(lengths), np.array(lengths)
         place = np.arange(low, high)
         new = (place >= np.array(begun)[:, None]) & (place < length[:, None])
-        mass = None if drawn.seeds is None else drawn.mass  # a greedy draw has none
-        for into, lane in zip((drawn.token, drawn.logp, mass), lanes, strict=True):
+        mass = None if drawn.seeds is None else drawn.kept_mass  # a greedy draw has none
+        for into, lane in zip((drawn.tokens, drawn.logp, mass), lanes, strict=True):
             if into is not None:  # by numpy: threads of torch that have slept wake up slowly
                 whole, fresh = into.numpy(), lane[:, low:high].cpu().numpy()
                 whole[responses, low:high] = np.where(new, fresh, whole[responses, low:high])
-        drawn.length.numpy()[responses] = length
+        drawn.lengths.numpy()[responses] = length
 
-    def _set(self, rows: list[tuple[Sequence, int]]) -> None:
+    def _write_decode_state(self, rows: list[tuple[Sequence, int]]) -> None:
         """The state of these rows' lanes: they feed the given token next."""
-        keys, sent = self.schedule.keys, self.decoder.sent
+        keys, sent = self.scheduler.prompt_lengths, self.runner.to_device
         states = [
-            [keys[row.prompt], row.length, last, self.seeds[row.response], 0, self.fed.get(row.response, 0)]
+            [
+                keys[row.prompt_id],
+                row.num_tokens,
+                last,
+                self.seeds[row.seq_id],
+                0,
+                self.forced_lengths.get(row.seq_id, 0),
+            ]
             for row, last in rows
         ]
-        self.board.state[:, sent([row.lane for row, _ in rows])] = sent(states).t()
+        self.decode_state.state[:, sent([row.batch_index for row, _ in rows])] = sent(states).t()
 
     def _collect(self) -> None:
         """Everything that is over to the host at once, and of those that run for a later step what they have so far."""
-        drawn, running = self.drawn, self.schedule.running
-        self._save(running, [self._length(row) for row in running])
-        responses = [response for part in self.out for response in part[0]]
+        drawn, running = self.generation, self.scheduler.running
+        self._save_sequences(running, [self._total_length(row) for row in running])
+        responses = [response for part in self.finished_outputs for response in part[0]]
         if responses:
-            lengths = [length for part in self.out for length in part[1]]
-            lanes = [torch.cat([part[2][k][:, : max(lengths)] for part in self.out]) for k in range(3)]
-            self._write(responses, lengths, lanes)
-        drawn.end(responses + [row.response for row in running])
+            lengths = [length for part in self.finished_outputs for length in part[1]]
+            lanes = [torch.cat([part[2][k][:, : max(lengths)] for part in self.finished_outputs]) for k in range(3)]
+            self._write_outputs(responses, lengths, lanes)
+        drawn.update_stopped(responses + [row.seq_id for row in running])
         if drawn.turns is not None:
-            drawn.ended = torch.tensor([response in drawn.turns.terminated for response in range(len(drawn.ended))])
+            drawn.stopped = torch.tensor([response in drawn.turns.terminated for response in range(len(drawn.stopped))])

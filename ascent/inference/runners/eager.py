@@ -23,17 +23,17 @@ class EagerRunner:
         drawn: GenerationState,
         room: int = 0,
     ):
-        self.lm, self.prompts, self.samples, self.drawn = lm, prompts, samples, drawn
-        self.rows = max(1, min(rows, room // (max(map(len, prompts)) + drawn.limit))) if room else rows
+        self.lm, self.prompts, self.samples, self.generation = lm, prompts, samples, drawn
+        self.max_num_seqs = max(1, min(rows, room // (max(map(len, prompts)) + drawn.max_tokens))) if room else rows
 
     def __call__(self) -> None:
         everything = list(range(len(self.prompts) * self.samples))
-        self.drawn.timeline.capacity = min(self.rows, len(everything))
-        for start in range(0, len(everything), self.rows):
-            self._wave(everything[start : start + self.rows])
-        self.drawn.timeline.stop()
+        self.generation.timeline.capacity = min(self.max_num_seqs, len(everything))
+        for start in range(0, len(everything), self.max_num_seqs):
+            self._generate_batch(everything[start : start + self.max_num_seqs])
+        self.generation.timeline.stop()
 
-    def _wave(self, row: list[int]) -> None:
+    def _generate_batch(self, row: list[int]) -> None:
         from transformers import DynamicCache
 
         device = self.lm.device
@@ -44,7 +44,7 @@ class EagerRunner:
         cache = DynamicCache(config=self.lm.model.config)
         observed: dict[int, list[int]] = {}
         while row:
-            self.drawn.timeline.record(len(row))
+            self.generation.timeline.record(len(row))
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
             out = self.lm.backbone(
                 input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
@@ -65,10 +65,10 @@ class EagerRunner:
         over: set[int] = set()
         if drawing:
             responses = [row[i] for i in drawing]
-            token[drawing] = self.drawn.next(hidden[drawing], responses).cpu()
-            over.update(self.drawn.ask(responses))
-        while self.drawn.asked:  # without a cache of our own nobody can be parked
-            for response, tokens in self.drawn.answers(wait=True):
+            token[drawing] = self.generation.sample(hidden[drawing], responses).cpu()
+            over.update(self.generation.finish_turns(responses))
+        while self.generation.waits_for_input:  # without a cache of our own nobody can be parked
+            for response, tokens in self.generation.poll_observations(wait=True):
                 observed[response] = list(tokens)
                 over.update([] if tokens else [response])
         return token.to(hidden.device), [response not in over for response in row]

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ascent.inference.kv_cache import Decoding
+from ascent.inference.kv_cache import DecodeLayout
 from ascent.inference.scheduler import Scheduler
 from ascent.inference.sequence import Sequence
 from ascent.models.causal_lm import LanguageModel
@@ -48,7 +48,7 @@ def packs(weights: GenericSequence[Tensor]) -> bool:
     return large and hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()
 
 
-class FewPasses:
+class InPlaceOps:
     """Parts of a step (see step.py) in place: with few rows a pass costs as much to start as to compute."""
 
     @staticmethod
@@ -144,7 +144,7 @@ class PackedHead(Head):
     product: PackedMatmul = None  # type: ignore[assignment]
 
     def multiply(self, hidden: Tensor) -> Tensor:
-        return self.product(hidden, FewPasses)
+        return self.product(hidden, InPlaceOps)
 
 
 class PackedCpuModel:
@@ -153,32 +153,32 @@ class PackedCpuModel:
     def __init__(self, lm: LanguageModel):
         """Raises UnsupportedArchitectureError for a model that is built otherwise."""
         self.lm = lm
-        self._look_through()
+        self._build()
 
     @torch.no_grad()
-    def _look_through(self) -> None:
+    def _build(self) -> None:
         if taken_apart(self.lm.model.get_input_embeddings())[1] is not None:
             raise UnsupportedArchitectureError("its embedding has an adapter")
-        self.products: list[PackedMatmul] = []
+        self.matmuls: list[PackedMatmul] = []
         self.net = DecoderModel.of(self.lm.model, self._join)
         for layer in self.net.layers:
             layer.gate_up.gates = True  # type: ignore[attr-defined]
         own = self.net.head
-        product = self._product([own.weight], [] if own.bias is None else [own.bias])
+        product = self._matmul([own.weight], [] if own.bias is None else [own.bias])
         self.head = PackedHead(own.weight, own.bias, own.scale, own.cap, product)
         self.parameters = list(self.lm.model.parameters())
-        self.places = self._places()
+        self.addresses = self._addresses()
         """Of the parameters and the frequencies of turns, when the model was looked through."""
         self.tables: dict[str | None, TensorPair] = {}
         """By kind of rotation, cosines and sines (`_signed`) of the first positions."""
 
-    def _places(self) -> list[Any]:
+    def _addresses(self) -> list[Any]:
         frequencies = [(b.data_ptr(), b._version) for b in self.net.rotary.buffers()]
         return [*[p.data_ptr() for p in self.parameters], *frequencies]
 
-    def _product(self, *parts: Any) -> PackedMatmul:
-        self.products.append(PackedMatmul(*parts))
-        return self.products[-1]
+    def _matmul(self, *parts: Any) -> PackedMatmul:
+        self.matmuls.append(PackedMatmul(*parts))
+        return self.matmuls[-1]
 
     def _join(self, modules: GenericSequence[Any], copies: Copies) -> PackedMatmul:
         plain, adapters = zip(*map(taken_apart, modules), strict=True)
@@ -187,32 +187,32 @@ class PackedCpuModel:
         weights, biases = [m.weight for m in plain], [m.bias for m in plain if m.bias is not None]
         rank, out = sum(len(one.a) for one in adapters if one is not None), [len(weight) for weight in weights]
         if not rank:
-            return self._product(weights, biases)
+            return self._matmul(weights, biases)
         a, b = (weights[0].new_zeros(shape) for shape in ((rank, weights[0].shape[1]), (sum(out), rank)))
         copy_adapters(copies, adapters, out, a, b)
-        return self._product(weights, biases, a, b)
+        return self._matmul(weights, biases, a, b)
 
-    def decoding(self, pages: int, size: int) -> RowByRow | Decoding:
+    def decoding(self, pages: int, size: int) -> RowwiseDecodeLayout | DecodeLayout:
         """The layout of a step, with so many pages of this size."""
         by_row = cpu_kernels.fits(self.net.embedding) and cpu_kernels.attends(self.net.head_dim, size)
         cache = PagedKVCache(pages, size, by_row)
-        return RowByRow(cache) if by_row else Decoding(cache, self.device)
+        return RowwiseDecodeLayout(cache) if by_row else DecodeLayout(cache, self.device)
 
     @property
     def device(self) -> torch.device:
         return self.lm.device
 
     @torch.no_grad()
-    def renewed(self, version: int) -> Head:
+    def refresh(self, version: int) -> Head:
         """Copy what has changed; the head to draw with. `version`: of the parameters that are trained."""
-        if self.places != self._places():
-            self._look_through()
+        if self.addresses != self._addresses():
+            self._build()
         self.net.copies.make()
-        for product in self.products:
+        for product in self.matmuls:
             product.renew(version)
         return self.head
 
-    def _turns(self, positions: Tensor) -> dict[str | None, TensorPair]:
+    def _rotary(self, positions: Tensor) -> dict[str | None, TensorPair]:
         """By kind of rotation, cosines and sines at these positions, from tables that grow with them."""
         most, there = int(positions.max()) + 1, max((len(cos) for cos, _ in self.tables.values()), default=0)
         if most > there:
@@ -224,12 +224,12 @@ class PackedCpuModel:
     def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
         """Last hidden states `[row position width]` of tokens that the layout brings together with what they see."""
         net, channel = self.net, self.net.head_dim
-        turns = self._turns(positions.flatten())
+        turns = self._rotary(positions.flatten())
 
         def attend(i: int, layer: Layer, qkv: Tensor) -> Tensor:
             if layer.qk_norms is not None and not layer.norms_across_heads(channel):
                 qkv = norm_heads(qkv, layer.qk_norms, net.num_kv_heads)
-            if isinstance(layout, RowByRow):
+            if isinstance(layout, RowwiseDecodeLayout):
                 return layout.mix(i, qkv, turns[net.layer_types[i]], net.num_kv_heads, layer.scale)
             parts = qkv.view(*ids.shape, -1, channel)
             both, v = parts[:, :, : -net.num_kv_heads], parts[:, :, -net.num_kv_heads :]
@@ -238,10 +238,10 @@ class PackedCpuModel:
             out = layout.attend(i, *(part.transpose(1, 2) for part in (q, k, v)), layer.scale)
             return out.reshape(len(qkv), -1)
 
-        return net.forward(FewPasses, ids.flatten(), attend).view(*ids.shape, -1)
+        return net.forward(InPlaceOps, ids.flatten(), attend).view(*ids.shape, -1)
 
 
-class RowByRow:
+class RowwiseDecodeLayout:
     """The layout of a step (`Decoding` in cache.py) whose attention is one call of C, row by row."""
 
     def __init__(self, cache: PagedKVCache):
@@ -249,15 +249,15 @@ class RowByRow:
 
     def arrange(self, rows: GenericSequence[Sequence], schedule: Scheduler) -> None:
         """Work out who reads what. It holds until rows enter, leave, or get pages."""
-        pages = [[*schedule.prompts[row.prompt], *row.pages] for row in rows]
+        pages = [[*schedule.prompt_blocks[row.prompt_id], *row.block_table] for row in rows]
         width = max(map(len, pages))
         self.table = torch.tensor([own + [0] * (width - len(own)) for own in pages])
-        self.before = torch.tensor([len(schedule.prompts[row.prompt]) for row in rows])
-        self.known = torch.tensor([schedule.keys[row.prompt] for row in rows])
+        self.before = torch.tensor([len(schedule.prompt_blocks[row.prompt_id]) for row in rows])
+        self.known = torch.tensor([schedule.prompt_lengths[row.prompt_id] for row in rows])
 
     def begin(self, rows: GenericSequence[Sequence]) -> Tensor:
         """The new tokens' positions. Row.length does not count them yet."""
-        self.length = torch.tensor([row.length for row in rows])
+        self.length = torch.tensor([row.num_tokens for row in rows])
         return self.known + self.length
 
     def mix(self, layer: int, qkv: Tensor, turn: TensorPair, heads: int, scale: float) -> Tensor:
@@ -285,7 +285,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.view(x.shape)
 
 
-def prepacked(lm: LanguageModel) -> PackedCpuModel | None:
+def build_packed_cpu_model(lm: LanguageModel) -> PackedCpuModel | None:
     """What decodes this model on a CPU, if it is like Llama."""
     try:
         packed = PackedCpuModel(lm)
@@ -302,6 +302,6 @@ def gap(packed: PackedCpuModel) -> float:
     ids = torch.randint(lm.vocab, (1, 24), generator=torch.Generator().manual_seed(0))
     positions, row = torch.arange(12).repeat(2)[None], Packed([Group(0, 12, ()), Group(12, 12, ())])
     with shaken(lm.model), ours(lm.model):
-        packed.renewed(-1)
+        packed.refresh(-1)
         want, got = (one.hidden(ids, positions, row)[0].double() for one in (lm, packed))
     return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ascent.inference.block_manager import BlockManager
 from ascent.inference.generation_state import GenerationState
-from ascent.inference.kv_cache import Decoding, Encodes, Segment, extend
+from ascent.inference.kv_cache import DecodeLayout, HiddenStateModel, PrefillSegment, extend
 from ascent.inference.runners.packed_cpu_model import PackedCpuModel
 from ascent.inference.scheduler import Scheduler
 from ascent.inference.sequence import Sequence
@@ -13,7 +13,7 @@ from ascent.models.causal_lm import LanguageModel
 from ascent.models.packed_attention import ours
 from ascent.ops.paged_kv_cache import PagedKVCache
 
-BLOCK_SIZE, WIDE = 32, 64
+BLOCK_SIZE, WIDE_BLOCK_SIZE = 32, 64
 """Tokens on a page of the cache; wide ones, which are fewer, where there is room for all that rows can need."""
 
 
@@ -32,128 +32,132 @@ class PagedRunner:
         rows: int,
         drawn: GenerationState,
         room: int = 0,
-        net: Encodes | None = None,
+        net: HiddenStateModel | None = None,
     ):
         """`net`: what computes hidden states in place of the model."""
-        self.lm, self.prompts, self.drawn, self.net = lm, dict(enumerate(prompts)), drawn, net or lm
-        rows, lengths = min(rows, len(drawn.length)), [len(p) for p in prompts]
+        self.lm, self.prompts, self.generation, self.hidden_model = lm, dict(enumerate(prompts)), drawn, net or lm
+        rows, lengths = min(rows, len(drawn.lengths)), [len(p) for p in prompts]
         slots = min(len(prompts) or rows, -(-rows // samples) + 1)
-        size = BLOCK_SIZE if room else WIDE
-        own = rows * -(-drawn.limit // size)
-        most = own + slots * -(-max(lengths, default=drawn.longest) // size)
+        size = BLOCK_SIZE if room else WIDE_BLOCK_SIZE
+        own = rows * -(-drawn.max_tokens // size)
+        most = own + slots * -(-max(lengths, default=drawn.max_prompt_tokens) // size)
         pages = BlockManager(min(most, -(-room // size)), size) if room else BlockManager(most, size, own)
-        begun = {response: length - 1 for response, length in drawn.begun.items()}
-        self.schedule = Scheduler(lengths, samples, rows, drawn.limit, pages, begun=begun, over=drawn.before)
+        begun = {response: length - 1 for response, length in drawn.started_lengths.items()}
+        self.scheduler = Scheduler(
+            lengths, samples, rows, drawn.max_tokens, pages, begun=begun, over=drawn.already_finished
+        )
         drawn.timeline.capacity = rows
         self.decoding = (
-            net.decoding(pages.count, size)
+            net.decoding(pages.num_blocks, size)
             if isinstance(net, PackedCpuModel)
-            else Decoding(PagedKVCache(pages.count, size), lm.device)
+            else DecodeLayout(PagedKVCache(pages.num_blocks, size), lm.device)
         )
         self.cache = self.decoding.cache
-        self.hidden: dict[int, Tensor] = {}
+        self.prompt_hidden: dict[int, Tensor] = {}
         """The last hidden state of each encoded prompt, from which its samples draw their first token."""
-        self.last = {response: int(drawn.token[response, before]) for response, before in begun.items()}
+        self.last_tokens = {response: int(drawn.tokens[response, before]) for response, before in begun.items()}
         """The token that each response feeds next: the one drawn last, or the last of an observation."""
-        self.given: dict[int, list[int]] = {}
+        self.uncached_tokens: dict[int, list[int]] = {}
         """By response, the tokens before that one which are not in its pages yet, though it has pages."""
 
     def __call__(self) -> None:
-        schedule, before, device = self.schedule, None, self.lm.device
+        schedule, before, device = self.scheduler, None, self.lm.device
         with ours(self.lm.model):
-            while self.drawn.missing:
-                self._hear(wait=False)
-                self._admit()
-                schedule.grow(1)
+            while self.generation.unfinished:
+                self._poll(wait=False)
+                self._start_sequences()
+                schedule.reserve(1)
                 rows = schedule.running
-                self.drawn.timeline.record(len(rows))
+                self.generation.timeline.record(len(rows))
                 if not rows:
-                    if self.drawn.asked:
-                        self._hear(wait=True)
+                    if self.generation.waits_for_input:
+                        self._poll(wait=True)
                     continue
-                now = [(row, len(row.pages)) for row in rows]  # a slot may hold another row than before
+                now = [(row, len(row.block_table)) for row in rows]  # a slot may hold another row than before
                 if now != before:
                     self.decoding.arrange(rows, schedule)
                 before = now
-                last = torch.tensor([self.last[row.response] for row in rows], device=device)
+                last = torch.tensor([self.last_tokens[row.seq_id] for row in rows], device=device)
                 positions = self.decoding.begin(rows)
-                hidden = self.net.hidden(last[:, None], positions[:, None], self.decoding)
+                hidden = self.hidden_model.hidden(last[:, None], positions[:, None], self.decoding)
                 for row in rows:
-                    row.length += 1
-                self._draw(hidden[:, 0], [row.response for row in rows])
-        self.drawn.timeline.stop()
+                    row.num_tokens += 1
+                self._sample(hidden[:, 0], [row.seq_id for row in rows])
+        self.generation.timeline.stop()
 
-    def _end(self, response: int) -> None:
-        prompt = self.schedule.prompt(response)
-        self.schedule.end(response)
-        self.drawn.missing.discard(response)
-        self.last.pop(response, None), self.given.pop(response, None)
-        if prompt not in self.schedule.keys:
+    def _finish(self, response: int) -> None:
+        prompt = self.scheduler.prompt_of(response)
+        self.scheduler.finish(response)
+        self.generation.unfinished.discard(response)
+        self.last_tokens.pop(response, None), self.uncached_tokens.pop(response, None)
+        if prompt not in self.scheduler.prompt_lengths:
             del self.prompts[prompt]
-            self.hidden.pop(prompt, None)
+            self.prompt_hidden.pop(prompt, None)
 
-    def _draw(self, hidden: Tensor, responses: list[int]) -> None:
+    def _sample(self, hidden: Tensor, responses: list[int]) -> None:
         """The next token of these responses; those that are over leave, and those that ask for an answer are parked."""
-        tokens = self.drawn.next(hidden, responses).tolist()
-        self.last |= dict(zip(responses, tokens, strict=True))
-        for response in self.drawn.ask(responses):
-            self._end(response)
-        if self.drawn.turns is not None:
+        tokens = self.generation.sample(hidden, responses).tolist()
+        self.last_tokens |= dict(zip(responses, tokens, strict=True))
+        for response in self.generation.finish_turns(responses):
+            self._finish(response)
+        if self.generation.turns is not None:
             for response in responses:
-                if response in self.drawn.turns.pending:
-                    self.schedule.park(response)
+                if response in self.generation.turns.pending:
+                    self.scheduler.suspend(response)
 
-    def _hear(self, wait: bool) -> None:
+    def _poll(self, wait: bool) -> None:
         """Responses that were answered want a lane again, but for those that are over.
 
         An observation joins its row's cache, all but its last token, which is fed next.
         """
-        for response, tokens in self.drawn.answers(wait):
+        for response, tokens in self.generation.poll_observations(wait):
             if not tokens:
-                self._end(response)
+                self._finish(response)
                 continue
-            self.given[response] = [self.last[response], *tokens[:-1]]
-            self.last[response] = tokens[-1]
-            self.schedule.unpark(response, int(self.drawn.length[response]) - 1)
-        for response, prompt, ids in self.drawn.entering():
-            self.prompts[prompt], begun = ids, int(self.drawn.length[response])
+            self.uncached_tokens[response] = [self.last_tokens[response], *tokens[:-1]]
+            self.last_tokens[response] = tokens[-1]
+            self.scheduler.resume(response, int(self.generation.lengths[response]) - 1)
+        for response, prompt, ids in self.generation.new_requests():
+            self.prompts[prompt], begun = ids, int(self.generation.lengths[response])
             if begun:
-                self.last[response] = int(self.drawn.token[response, begun - 1])
-            self.schedule.add(response, prompt, len(ids), max(begun - 1, 0))
+                self.last_tokens[response] = int(self.generation.tokens[response, begun - 1])
+            self.scheduler.add(response, prompt, len(ids), max(begun - 1, 0))
 
-    def _extend(self, rows: list[Sequence], tokens: list[list[int]]) -> None:
+    def _prefill(self, rows: list[Sequence], tokens: list[list[int]]) -> None:
         """These tokens are the last of what their rows hold: into their pages."""
-        prompts, keys = self.schedule.prompts, self.schedule.keys
+        prompts, keys = self.scheduler.prompt_blocks, self.scheduler.prompt_lengths
         segments = [
-            Segment(row.pages, len(own), row.length - len(own), prompts[row.prompt], keys[row.prompt])
+            PrefillSegment(
+                row.block_table, len(own), row.num_tokens - len(own), prompts[row.prompt_id], keys[row.prompt_id]
+            )
             for row, own in zip(rows, tokens, strict=True)
         ]
         if segments:
-            extend(self.net, self.cache, tokens, segments)
+            extend(self.hidden_model, self.cache, tokens, segments)
 
-    def _admit(self) -> None:
+    def _start_sequences(self) -> None:
         """Let waiting responses in while there is room; their first tokens come from their prompts."""
-        schedule = self.schedule
+        schedule = self.scheduler
         while True:
-            there = set(schedule.rows.values())
-            if not (entering := schedule.admit()):
+            there = set(schedule.sequences.values())
+            if not (entering := schedule.schedule()):
                 return
-            self._encode()
-            back = [row for row in entering if row.length]  # they were parked, or evicted
-            given = [self.given.pop(row.response, []) for row in back]
+            self._prefill_prompts()
+            back = [row for row in entering if row.num_tokens]  # they were parked, or evicted
+            given = [self.uncached_tokens.pop(row.seq_id, []) for row in back]
             for i, row in enumerate(back):
                 if row not in there:  # its pages are new, though it may have had others just before
-                    given[i] = self.drawn.token[row.response, : row.length].tolist()
-            self._extend(back, given)
-            new = [row.response for row in entering if row.response not in self.last]
+                    given[i] = self.generation.tokens[row.seq_id, : row.num_tokens].tolist()
+            self._prefill(back, given)
+            new = [row.seq_id for row in entering if row.seq_id not in self.last_tokens]
             if new:
-                self._draw(torch.stack([self.hidden[schedule.prompt(i)] for i in new]), new)
+                self._sample(torch.stack([self.prompt_hidden[schedule.prompt_of(i)] for i in new]), new)
 
-    def _encode(self) -> None:
-        schedule, fresh = self.schedule, self.schedule.fresh
+    def _prefill_prompts(self) -> None:
+        schedule, fresh = self.scheduler, self.scheduler.prompts_to_prefill
         if not fresh:
             return
-        segments = [Segment(schedule.prompts[p], schedule.keys[p]) for p in fresh]
-        hidden = extend(self.net, self.cache, [self.prompts[p] for p in fresh], segments)
-        self.hidden |= dict(zip(fresh, hidden, strict=True))
-        schedule.fresh = []
+        segments = [PrefillSegment(schedule.prompt_blocks[p], schedule.prompt_lengths[p]) for p in fresh]
+        hidden = extend(self.hidden_model, self.cache, [self.prompts[p] for p in fresh], segments)
+        self.prompt_hidden |= dict(zip(fresh, hidden, strict=True))
+        schedule.prompts_to_prefill = []

@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ascent.core.config import Config
-from ascent.inference.runners.cuda_graph import BUCKETS, TOGETHER
-from ascent.inference.runners.cuda_graph import SHARE as CACHES
+from ascent.inference.runners.cuda_graph import GRAPH_BATCH_SIZES, MAX_PREFILL_PROMPTS
+from ascent.inference.runners.cuda_graph import KV_CACHE_MEMORY_FRACTION as CACHES
 from ascent.models.lm_head import CHUNK_BYTES
 from ascent.models.quantization import BYTES
 from ascent.training.captured_updates import MAX_CAPTURE_FRACTION
@@ -77,7 +77,7 @@ class GpuCostModel:
     def decode_seconds(self, rows: int, live: float) -> float:
         """Return the seconds of a decode step of `rows` sequences with `live` cached tokens in total."""
         shape, gpu, weights = self.shape, self.gpu, self.shape.block_parameters + self.shape.head_parameters
-        filled = next((bucket for bucket in BUCKETS if bucket >= rows), rows)
+        filled = next((bucket for bucket in GRAPH_BATCH_SIZES if bucket >= rows), rows)
         products = max(2 * weights / gpu.bandwidth, 2 * weights * filled / gpu.rate)
         caches = live * shape.kv_bytes / gpu.bandwidth
         return (
@@ -89,7 +89,7 @@ class GpuCostModel:
 
     def prefill_seconds(self, prompts: int, tokens: float) -> float:
         """Return the seconds to prefill prompts, or to compute the KV cache again after an update."""
-        launches = self.fit.layer_seconds * self.shape.num_layers * -(-prompts // TOGETHER)
+        launches = self.fit.layer_seconds * self.shape.num_layers * -(-prompts // MAX_PREFILL_PROMPTS)
         return launches + self.fit.update_matmul_factor * 2 * self.shape.block_parameters * tokens / self.gpu.rate
 
     def update_seconds(
