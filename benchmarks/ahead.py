@@ -160,7 +160,7 @@ def lanes(ahead: int, smoke: bool) -> dict[str, Any]:
     rows = 2 * groups * samples
     sampler = Ragged(lm, 8 * mean, 1.0, torch.Generator().manual_seed(0), SamplingParams(), rows)
     sampler.lengths = lengths_of(steps * groups * samples, mean, 8 * mean).view(-1, samples)
-    net: Any = sampler.packed or lm
+    net: Any = sampler.packed_model or lm
     passes, hidden = 0, net.hidden
 
     def counted(ids: Tensor, *rest: Any) -> Tensor:

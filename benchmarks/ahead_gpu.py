@@ -79,7 +79,7 @@ def speed(steps: int, smoke: bool) -> dict[str, dict[str, Any]]:
     def limits(prompts: Prompts, count: int, most: int) -> Tensor:
         return table[prompts.problem, :count].flatten().clamp(max=most)
 
-    parts.engine.limits = limits  # type: ignore[attr-defined]
+    parts.engine.length_limits = limits  # type: ignore[attr-defined]
     found: dict[str, dict[str, Any]] = {}
     for ahead, count in ((0, 1), (4, 5), (0, min(steps, 6)), (4, steps)):
         watch, config = Watch(), replace(parts.config, ahead=ahead, steps=count)

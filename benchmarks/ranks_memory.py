@@ -65,7 +65,7 @@ def laid_out(sampler: Any) -> int:
     """What the sampler holds on a CPU and not on a GPU."""
     while hasattr(sampler, "inner"):
         sampler = sampler.inner
-    copies = [product.copy for product in sampler.packed.products]
+    copies = [matmul.copy for matmul in sampler.packed_model.matmuls]
     return sum(tensor.numel() * tensor.element_size() for tensor in copies)
 
 

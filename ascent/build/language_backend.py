@@ -327,16 +327,16 @@ class LanguageBackend(Backend):
         prompt = torch.tensor([ids + [-1] * (width - len(ids)) for ids in begun])
         lengths = torch.tensor([len(tokens) for tokens in prefixes])
         limits = (config.task.max_tokens if prompts.limits is None else prompts.limits) - lengths
-        begun_prompts, support = replace(prompts, prompt=prompt, limits=limits), engine.support
-        left, stops = (support.min_tokens - lengths).clamp(min=0), engine.stops
+        begun_prompts, support = replace(prompts, prompt=prompt, limits=limits), engine.sampling_params
+        left, stops = (support.min_tokens - lengths).clamp(min=0), engine.stop_strings
         groups: list[list[list[int]]] = [[] for _ in prefixes]
         for least in left.unique().tolist():  # the tokens of a prefix count
             rows = (left == least).nonzero().flatten()
-            engine.support = replace(support, min_tokens=least)
+            engine.sampling_params = replace(support, min_tokens=least)
             drawn = engine.generate(begun_prompts[rows], count, limit=int(limits[rows].max()))
             for row, group, masks in zip(rows.tolist(), drawn.response, drawn.mask, strict=True):
                 groups[row] = [prefixes[row] + ids[mask].tolist() for ids, mask in zip(group, masks, strict=True)]
-        engine.support = support
+        engine.sampling_params = support
         for tokens, group in zip(prefixes, groups, strict=True) if stops else ():  # a string may begin in a prefix
             start = max(len(tokens), support.min_tokens - 1)
             group[:] = [ids[: stops.end(ids, start) or len(ids)] for ids in group]

@@ -62,7 +62,7 @@ class Replica:
         if self.sampler is None or version != self.version:
             raise ReplicaLostError(f"it has version {self.version} of the weights, not {version}")
         begin = time.monotonic()
-        drawn = self.sampler.draw(prompts, samples, seeds, limit)
+        drawn = self.sampler.generate_from_seeds(prompts, samples, seeds, limit)
         self.busy += time.monotonic() - begin
         self.tokens += int(drawn.mask.sum())
         return drawn

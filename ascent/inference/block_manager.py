@@ -12,12 +12,12 @@ class BlockManager:
     `border`: from there on the lowest are prompts' first, in the order in which they come.
     """
 
-    def __init__(self, count: int, size: int, border: int | None = None):
-        self.num_blocks, self.block_size, self.prompt_region = count, size, count if border is None else border
-        self._free = set(range(count))
-        self._low = list(range(count))
+    def __init__(self, num_blocks: int, block_size: int, prompt_region: int | None = None):
+        self.num_blocks, self.block_size, self.prompt_region = num_blocks, block_size, num_blocks if prompt_region is None else prompt_region
+        self._free = set(range(num_blocks))
+        self._low = list(range(num_blocks))
         self._high = [
-            self._rank(page) for page in (*range(self.prompt_region, count), *reversed(range(self.prompt_region)))
+            self._rank(page) for page in (*range(self.prompt_region, num_blocks), *reversed(range(self.prompt_region)))
         ]
         """Heaps of the free pages and of their ranks; a page that was taken from the other end may still be there."""
         self._given: list[int] = []

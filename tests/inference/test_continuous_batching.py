@@ -332,7 +332,7 @@ def test_stop_strings_are_prepared_once_however_many_requests_have_their_own(mon
         prepared.append(strings)
         return SimpleNamespace(may_complete=bytes(VOCAB))
 
-    monkeypatch.setattr(continuous_batching, "Stops", stops)
+    monkeypatch.setattr(continuous_batching, "StopStrings", stops)
     sampler = ready("group", rows=20, min_tokens=LIMIT)
     sampler.lm.tokenizer = None
     with serving(sampler, slots=20) as request_queue:
@@ -349,7 +349,7 @@ def test_stop_strings_of_requests_that_are_over_are_not_kept_forever(monkeypatch
         prepared.extend(strings)
         return SimpleNamespace(may_complete=bytes(VOCAB))
 
-    monkeypatch.setattr(continuous_batching, "Stops", stops)
+    monkeypatch.setattr(continuous_batching, "StopStrings", stops)
     sampler = ready("group", rows=1, min_tokens=LIMIT)
     sampler.lm.tokenizer = None
     names = [str(i) for i in range(17)]
@@ -374,7 +374,7 @@ def test_the_end_of_a_turn_is_its_own_and_not_that_of_the_turn_before_in_its_slo
 ) -> None:
     """The first request ends at a stop string. The second takes its slot and is cut off at its limit."""
     stops = SimpleNamespace(may_complete=bytes([1] * VOCAB), end=lambda tokens, _: 2 if len(tokens) >= 2 else 0)
-    monkeypatch.setattr(continuous_batching, "Stops", lambda *_: stops)
+    monkeypatch.setattr(continuous_batching, "StopStrings", lambda *_: stops)
     sampler = ready(decoder, min_tokens=2)
     sampler.lm.tokenizer = None
     never = SamplingParams(min_tokens=LIMIT)  # no end token
@@ -410,7 +410,7 @@ def a_run(**more: Any) -> DecodeLoop:
     """A run of which nothing is there but what decides who enters."""
     run = object.__new__(DecodeLoop)
     run.delay_start, run.in_flight = math.inf, lambda: None
-    run.scheduler, run.generation = SimpleNamespace(ready=[], waiting=[3]), SimpleNamespace(open=True)  # type: ignore[assignment]
+    run.scheduler, run.generation = SimpleNamespace(resuming=[], waiting=[3]), SimpleNamespace(accepts_requests=True)  # type: ignore[assignment]
     vars(run).update(more)
     return run
 
@@ -426,21 +426,27 @@ def test_requests_that_follow_each_other_wait_for_those_behind_them_while_others
         assert run._should_delay(1)
     clock[0] = 20.0 + cuda_graph.MAX_DELAY_SECONDS
     assert not run._should_delay(1) and run._should_delay(1)  # nobody waits longer; the next ones begin anew
-    assert not a_run(flight=None)._should_delay(1)  # nothing runs
-    assert not a_run(drawn=SimpleNamespace(open=False))._should_delay(1)
-    assert not a_run(schedule=SimpleNamespace(ready=[], waiting=[]))._should_delay(1)
-    drawn = SimpleNamespace(open=True, answers=lambda _: [(3, [])], entering=list, limits=torch.zeros(4))
-    assert a_run(drawn=drawn, limits=[0] * 4, _end=lambda _: None)._poll(wait=False) == 0  # one left, and none came
+    assert not a_run(in_flight=None)._should_delay(1)  # nothing runs
+    assert not a_run(generation=SimpleNamespace(accepts_requests=False))._should_delay(1)
+    assert not a_run(scheduler=SimpleNamespace(resuming=[], waiting=[]))._should_delay(1)
+    drawn = SimpleNamespace(
+        accepts_requests=True, poll_observations=lambda _: [(3, [])], new_requests=list, length_limits=torch.zeros(4)
+    )
+    assert (
+        a_run(generation=drawn, length_limits=[0] * 4, _finish=lambda _: None)._poll(wait=False) == 0
+    )  # one left, and none came
 
 
 def test_rows_whose_turns_ended_together_go_on_when_all_of_them_are_back() -> None:
     asked = {4: 9, 5: 9}
-    drawn = SimpleNamespace(open=False, turns=SimpleNamespace(asked=asked))
-    run = a_run(drawn=drawn, begun={1: 7, 2: 7, 4: 7, 5: 8}, schedule=SimpleNamespace(ready=[1, 2], waiting=[]))
+    drawn = SimpleNamespace(accepts_requests=False, turns=SimpleNamespace(pending=asked))
+    run = a_run(
+        generation=drawn, entry_launch={1: 7, 2: 7, 4: 7, 5: 8}, scheduler=SimpleNamespace(resuming=[1, 2], waiting=[])
+    )
     assert not run._turn_group_complete
     del asked[4]
     assert run._turn_group_complete
-    run.scheduler.ready.clear()
+    run.scheduler.resuming.clear()
     assert not run._turn_group_complete
 
 

@@ -43,13 +43,13 @@ def test_a_row_attends_to_its_prompt_and_its_own_tokens(name: str, dtype: torch.
     prompts, lengths, how = WAYS[name]
     need = [-(-keys // SIZE) for keys, _ in prompts]
     free = taken(how, sum(need) + sum(length // SIZE + 1 for group in lengths for length in group))
-    schedule: Any = SimpleNamespace(prompts={}, keys={p: keys for p, (keys, _) in enumerate(prompts)})
+    schedule: Any = SimpleNamespace(prompt_blocks={}, prompt_lengths={p: keys for p, (keys, _) in enumerate(prompts)})
     rows: list[Sequence] = []
     for p, group in enumerate(lengths):
         for length in group:
             rows.append(Sequence(len(rows), p, length, [free.pop(0) for _ in range(length // SIZE + 1)]))
     for p, pages in enumerate(need):
-        schedule.prompts[p] = [free.pop(0) for _ in range(pages)]
+        schedule.prompt_blocks[p] = [free.pop(0) for _ in range(pages)]
     torch.manual_seed(0)
     heads, cache = SHARED * REPEAT, PagedKVCache(200, SIZE)
     q, k, v = (torch.randn(len(rows), n, 1, CHANNEL).to(dtype) for n in (heads, SHARED, SHARED))
@@ -60,13 +60,15 @@ def test_a_row_attends_to_its_prompt_and_its_own_tokens(name: str, dtype: torch.
     positions = decoding.begin(rows)
     got = decoding.attend(0, q, k, v, SCALE)
     for i, row in enumerate(rows):
-        assert positions[i] == schedule.keys[row.prompt_id] + row.num_tokens
+        assert positions[i] == schedule.prompt_lengths[row.prompt_id] + row.num_tokens
         known = []
         for stored, new in zip(cache.layers[0], (k, v), strict=True):
-            before = [stored[page, :, j] for page in schedule.prompts[row.prompt_id] for j in range(SIZE)]
+            before = [stored[page, :, j] for page in schedule.prompt_blocks[row.prompt_id] for j in range(SIZE)]
             own = [stored[page, :, j] for page in row.block_table for j in range(SIZE)]
             known.append(
-                torch.stack([*before[: schedule.keys[row.prompt_id]], *own[: row.num_tokens], new[i, :, 0]]).double()
+                torch.stack(
+                    [*before[: schedule.prompt_lengths[row.prompt_id]], *own[: row.num_tokens], new[i, :, 0]]
+                ).double()
             )
         for head in range(heads):
             ks, vs = (x[:, head // REPEAT] for x in known)
@@ -77,7 +79,7 @@ def test_a_row_attends_to_its_prompt_and_its_own_tokens(name: str, dtype: torch.
 @pytest.mark.parametrize("long", [6, 30])
 def test_a_row_whose_numbers_overflow_spoils_no_other(long: int) -> None:
     """A row that has fewer pages than it gets nothing of them, not even 0 times infinity."""
-    schedule: Any = SimpleNamespace(prompts={0: []}, keys={0: 0})
+    schedule: Any = SimpleNamespace(prompt_blocks={0: []}, prompt_lengths={0: 0})
     rows = [Sequence(0, 0, long, list(range(1 + long // SIZE))), Sequence(1, 0, 2, [1 + long // SIZE])]
     cache = PagedKVCache(200, SIZE)
     q, k, v = (torch.randn(2, n, 1, CHANNEL) for n in (SHARED * REPEAT, SHARED, SHARED))
@@ -92,7 +94,7 @@ def test_a_row_whose_numbers_overflow_spoils_no_other(long: int) -> None:
 
 
 def test_prompts_take_pages_from_the_border_on_and_then_downwards() -> None:
-    pages = BlockManager(8, SIZE, border=5)
+    pages = BlockManager(8, SIZE, prompt_region=5)
     assert pages.allocate(2, high=True) == [5, 6]
     assert pages.allocate(3) == [0, 1, 2]
     assert pages.allocate(2, high=True) == [7, 4]

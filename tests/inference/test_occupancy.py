@@ -54,7 +54,7 @@ def test_every_runner_records_the_rollouts_of_a_step_and_not_those_of_an_evaluat
     monkeypatch.setattr(occupancy.time, "perf_counter", lambda: float(next(ticks)))
     lm = model_of()
     sampler = sampler_of(lm, rows=5)
-    sampler.decoder = cuda_graph_runner(lm)[0] if decoder == "graphs" else decoder
+    sampler.runner = cuda_graph_runner(lm)[0] if decoder == "graphs" else decoder
     prompts = Prompts.of(prompts_of())
     sampler.generate(prompts, 1, greedy=True)
     assert sampler.timeline == OccupancyTimeline()

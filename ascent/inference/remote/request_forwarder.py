@@ -213,7 +213,7 @@ def forward_requests(engine: RemoteEngine, queue: RequestQueue) -> None:
 class RemoteConversationEngine(RemoteEngine):
     """A remote engine for agents, which lead conversations with the policy through a request queue."""
 
-    latest = OccupancyTimeline()
+    latest_timeline = OccupancyTimeline()
 
     def iter_finished(self, step: int, deadline: float) -> Any:
         return RolloutEngine.iter_finished(self, step, deadline)

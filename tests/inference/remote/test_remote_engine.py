@@ -543,14 +543,14 @@ def test_responses_are_drawn_from_seeds_or_greedily(stack: ExitStack) -> None:
     world = World(stack)
     world.load(0)
     prompts, seeds = Prompts.of(prompts_of()), torch.arange(6).view(3, 2) + 40
-    drawn = world.sampler.draw(prompts, 2, seeds)
-    turned = world.sampler.draw(prompts, 2, seeds.flip(1))
+    drawn = world.sampler.generate_from_seeds(prompts, 2, seeds)
+    turned = world.sampler.generate_from_seeds(prompts, 2, seeds.flip(1))
     for i in range(3):
         for k in range(2):
             one, other = drawn.response[i, k][drawn.mask[i, k]], turned.response[i, 1 - k][turned.mask[i, 1 - k]]
             assert one.tolist() == other.tolist(), "the seed alone decides"
-    same(world.sampler.draw(prompts, 2, None), world.generate(greedy=True))
-    assert int(world.sampler.draw(prompts, 1, None, limit=1).mask.sum(-1).max()) == 1
+    same(world.sampler.generate_from_seeds(prompts, 2, None), world.generate(greedy=True))
+    assert int(world.sampler.generate_from_seeds(prompts, 1, None, limit=1).mask.sum(-1).max()) == 1
 
 
 @pytest.mark.long
