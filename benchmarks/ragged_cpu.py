@@ -68,7 +68,7 @@ def draw(
             decoder()
         seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
     print(f"{name}: {total} tokens in {seconds:.1f} s, {cpu:.1f} s of computing", flush=True)
-    return drawn, decoder.schedule, seconds, cpu
+    return drawn, decoder.scheduler, seconds, cpu
 
 
 @contextmanager

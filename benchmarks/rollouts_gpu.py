@@ -111,9 +111,9 @@ def profile(sampler: LocalEngine, rows: int, steps: int = 8) -> None:
     from ascent.ops.decode_state import RESPONSE_LENGTH
 
     decoder: Any = sampler.runner
-    graph = decoder.graph(rows, sampler.sampling_params, False)
-    decoder.choose(list(range(rows)))
-    decoder.board.state[RESPONSE_LENGTH, :rows] = sampler.limit // 2
+    graph = decoder.get_graph(rows, sampler.sampling_params, False)
+    decoder.select_batch(list(range(rows)))
+    decoder.decode_state.state[RESPONSE_LENGTH, :rows] = sampler.limit // 2
     with profiled(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(steps):
             graph()

@@ -13,7 +13,11 @@ class BlockManager:
     """
 
     def __init__(self, num_blocks: int, block_size: int, prompt_region: int | None = None):
-        self.num_blocks, self.block_size, self.prompt_region = num_blocks, block_size, num_blocks if prompt_region is None else prompt_region
+        self.num_blocks, self.block_size, self.prompt_region = (
+            num_blocks,
+            block_size,
+            num_blocks if prompt_region is None else prompt_region,
+        )
         self._free = set(range(num_blocks))
         self._low = list(range(num_blocks))
         self._high = [

@@ -15,8 +15,8 @@ from ascent.inference.runners.packed_cpu_model import (
     PackedCpuModel,
     PackedMatmul,
     RowwiseDecodeLayout,
-    gap,
     build_packed_cpu_model,
+    gap,
 )
 from ascent.inference.runners.paged import PagedRunner
 from ascent.models import LanguageModel

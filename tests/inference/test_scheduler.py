@@ -266,7 +266,7 @@ def test_rows_that_were_evicted_draw_what_they_would_have_drawn(decoder: Any, ro
 class PlainDecoderWithSchedule(EagerRunner):
     """The oracle: transformers' own cache."""
 
-    schedule = None
+    scheduler = None
 
 
 def observing(ends: tuple[int, ...]) -> Any:
@@ -329,7 +329,7 @@ def test_captured_passes_encode_what_launched_ones_do(monkeypatch: pytest.Monkey
         got, (schedule,) = draws("graphs", lm, observe=observing(lm.ends), limit=40, rows=5, room=48)
         assert schedule.num_preemptions > 0
         same(got, want)
-    passes: Any = lm.cuda_graph_runner.passes
+    passes: Any = lm.cuda_graph_runner.prefill_graphs
     assert len(passes.by_size) > 3 and all(passes.used[size] == 2 for size in passes.by_size)
     assert all(size.tokens > len(one.parts[0].nonzero()) for size, one in passes.by_size.items()), "with padding"
 
@@ -475,7 +475,7 @@ def test_a_board_that_has_all_the_room_there_is_stays(monkeypatch: pytest.Monkey
     lm = model_of()
     decoder = cuda_graph_runner(lm)[0]
     assert decoder is not None
-    monkeypatch.setattr(decoder, "on_card", True)
+    monkeypatch.setattr(decoder, "on_gpu", True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**6, 10**9))
     for name in ("memory_reserved", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
@@ -484,14 +484,14 @@ def test_a_board_that_has_all_the_room_there_is_stays(monkeypatch: pytest.Monkey
     monkeypatch.setattr(lm, "limit", 5 * 10**5)
     assert decoder._num_blocks(10**6, 3) == few // 2, "half of the card is another run's"
     monkeypatch.undo()
-    monkeypatch.setattr(decoder, "on_card", False)
+    monkeypatch.setattr(decoder, "on_gpu", False)
     decoder.prepare(2, few, 4, 9)
     assert decoder._num_blocks(2 * 10**6, 3) == few
     assert decoder._num_blocks(few - 1, 3) == few - 1
 
 
 def uneven(keys: list[int], heads: int = 2) -> bool:
-    chosen = type("Chosen", (), {"net": type("net", (), {"num_kv_heads": heads})()})()
+    chosen = type("Chosen", (), {"model": type("net", (), {"num_kv_heads": heads})()})()
     return cuda_graph.CudaGraphRunner.should_split_kv(chosen, keys)
 
 

@@ -67,7 +67,7 @@ def test_a_mixed_sampler_rounds_as_its_learner_does(kind: str) -> None:
     lm = rounded("mixed", kind)
     decoder, why = cuda_graph_runner(lm)
     assert decoder is not None, why
-    assert decoder.hidden_model.float32_residual
+    assert decoder.model.float32_residual
     sampler = sampler_of(lm)
     sampler.runner = decoder
     drawn = sampler.generate(Prompts.of(prompts_of()), 4)

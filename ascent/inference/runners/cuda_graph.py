@@ -96,7 +96,7 @@ class CudaGraphRunner:
     def __init__(self, lm: LanguageModel):
         self.lm = lm
         self.on_gpu = lm.device.type == "cuda"
-        self.hidden_model = DecoderModel.of(lm.model)
+        self.model = DecoderModel.of(lm.model)
         self.parameters = list(lm.model.parameters())
         self.addresses = self._parameter_addresses()
         """Of the parameters, when the model was looked through last."""
@@ -156,7 +156,7 @@ class CudaGraphRunner:
             self.drop_graphs()
             own = torch.cuda.memory_allocated()
             free = min(self.lm.limit, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()) - own
-            net = self.hidden_model
+            net = self.model
             page = 2 * len(net.layers) * net.num_kv_heads * BLOCK_SIZE * net.head_dim * net.embedding.element_size()
             most = int(KV_CACHE_MEMORY_FRACTION * free) // page
             self.memory_full, wanted = most < wanted, max(least, min(wanted, most))
@@ -173,13 +173,13 @@ class CudaGraphRunner:
         if (
             self.addresses == self._parameter_addresses()
         ):  # nothing has moved: the model need not be looked through again
-            self.hidden_model.copies.make()
+            self.model.copies.make()
         else:
             net = DecoderModel.of(self.lm.model)
-            if net.addresses() != self.hidden_model.addresses():
+            if net.addresses() != self.model.addresses():
                 self.drop_graphs()
-            self.hidden_model, self.addresses = net, self._parameter_addresses()
-        net = self.hidden_model
+            self.model, self.addresses = net, self._parameter_addresses()
+        net = self.model
         if self.decode_state is not None and self.decode_state.fits(rows, pages, width, limit):
             return
         if self.decode_state is not None:
@@ -199,12 +199,12 @@ class CudaGraphRunner:
     @property
     def prefill(self) -> PrefillModel:
         """What encodes tokens that are given."""
-        return PrefillModel(self.hidden_model, self.ops, self.tables, self.prefill_graphs)
+        return PrefillModel(self.model, self.ops, self.tables, self.prefill_graphs)
 
     def decode_step(self, rows: int, uneven: bool, support: SamplingParams, greedy: bool) -> None:
         """The next token of the first `rows` rows."""
-        hidden = self.hidden_model.hidden(self.ops, self.decode_state, self.tables, rows, uneven)
-        self.ops.sample_next_tokens(self.hidden_model.head.logits(hidden), self.decode_state, support, greedy)
+        hidden = self.model.hidden(self.ops, self.decode_state, self.tables, rows, uneven)
+        self.ops.sample_next_tokens(self.model.head.logits(hidden), self.decode_state, support, greedy)
 
     def get_graph(self, rows: int, support: SamplingParams, greedy: bool, uneven: bool = False) -> Callable[[], None]:
         """A step as one launch; captured at its first use, with every row on the lane that is nobody's."""
@@ -228,7 +228,7 @@ class CudaGraphRunner:
 
     def should_split_kv(self, keys: list[int]) -> bool:
         """Would the longest of rows with so many keys keep the others waiting?"""
-        longest, few = max(keys), len(keys) * self.hidden_model.num_kv_heads < MAX_SPLIT_KV_ROWS
+        longest, few = max(keys), len(keys) * self.model.num_kv_heads < MAX_SPLIT_KV_ROWS
         return longest > MIN_SPLIT_KV_LENGTH and (few or longest > MIN_LENGTH_RATIO * sum(keys) / len(keys))
 
     def to_device(self, numbers: list[Any]) -> Tensor:
@@ -259,7 +259,7 @@ class CudaGraphRunner:
                         t,
                         ids[i, 5 + t],
                     )
-                    got = self.hidden_model.hidden(self.ops, board, self.tables, 2)
+                    got = self.model.hidden(self.ops, board, self.tables, 2)
                     apart.append((got[1] - want[i, t]).double().norm() / want[i, t].double().norm())
         self.decode_state = None  # type: ignore[assignment]
         return float(torch.stack(apart).max())
