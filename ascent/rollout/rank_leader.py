@@ -133,7 +133,9 @@ class RankedEngine(DelegatingEngine):
         indices = torch.arange(len(prompts))[self.ranks.rank :: self.ranks.world_size]
         rollouts = None
         if len(indices):
-            rollouts = self.inner.draw(prompts[indices], samples, None if seeds is None else seeds[indices], limit)
+            rollouts = self.inner.generate_from_seeds(
+                prompts[indices], samples, None if seeds is None else seeds[indices], limit
+            )
         gathered = [(index, part) for index, part in self.ranks.gather((indices, rollouts)) if part is not None]
         if self.ranks.rank:
             return None
@@ -145,7 +147,7 @@ class RankedEngine(DelegatingEngine):
     def _generate_all(self, pending: PendingRollout) -> Rollouts:
         rollouts = super()._generate_all(pending)
         if rollouts is not pending.rollouts and self.seeded:
-            self.inner.timeline.merge(self.inner.latest)
+            self.inner.timeline.merge(self.inner.latest_timeline)
         return rollouts
 
 

@@ -185,7 +185,9 @@ class RemoteEngine(RolloutEngine):
         request = RolloutRequest(-1, prompts, samples, greedy, seed)
         return self._generate_now(request, self._seeds(request), limit)
 
-    def draw(self, prompts: Prompts, samples: int, seeds: Tensor | None, limit: int | None = None) -> Rollouts:
+    def generate_from_seeds(
+        self, prompts: Prompts, samples: int, seeds: Tensor | None, limit: int | None = None
+    ) -> Rollouts:
         """Generate responses with the given `[prompt sample]` seeds; None: greedy."""
         request = RolloutRequest(-1, prompts, samples, seeds is None)
         return self._generate_now(request, self._seeds(request) if seeds is None else seeds, limit)
