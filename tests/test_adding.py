@@ -80,7 +80,7 @@ def check_credit() -> None:
     assert "\n  halved " in printed("list")
     page = Path("docs/menu.md").read_text()
     assert "halved (share)" in with_menu(page) and "halved (share)" not in page
-    for name, control in (("trajectory", "credit"), ("variance", "baseline"), ("training", "a.credit")):
+    for name, control in (("trajectory", "advantage"), ("variance", "baseline"), ("training", "a.advantage")):
         controls = {c.name: c for c in all_figures()[name].controls}
         assert ("halved", "half of the mean") in controls[control].options  # type: ignore[union-attr]
     tests = ["tests/core/test_advantages.py", "tests/explain/test_explain.py", "tests/oracle/test_oracle.py"]

@@ -75,9 +75,11 @@ def conversation(row: Mapping[str, Any]) -> list[Speech]:
             continue
         said = [str(piece) for piece in pieces[start:end]]
         if mask[start]:
-            place, δ = turn[start], [x for x in credit[start:end] if isinstance(x, float)]
+            place, advantages = turn[start], [x for x in credit[start:end] if isinstance(x, float)]
             speech = Speech(POLICY, place + 1, "".join(said), end - start, _at(row, TURN_REWARD, place))
-            mean = math.fsum(δ) / len(δ) if δ and all(map(math.isfinite, δ)) else None
+            mean = (
+                math.fsum(advantages) / len(advantages) if advantages and all(map(math.isfinite, advantages)) else None
+            )
             seconds, note = _at(row, TURN_SECONDS, place), notes.get(place + 1, "")
             speeches.append(speech._replace(advantage=mean, seconds=seconds, note=note))
         else:
@@ -155,7 +157,7 @@ def turn_words(speech: Speech) -> str:
     """What a turn earned; of an answer, to which turn it is."""
     said = [f"turn {speech.turn}"] if speech.who == POLICY else [f"to turn {speech.turn}"]
     said += [f"reward {speech.reward:.3g}"] if speech.reward is not None else []
-    said += [f"δ {speech.advantage:+.3f}"] if speech.advantage is not None else []
+    said += [f"A {speech.advantage:+.3f}"] if speech.advantage is not None else []
     said += [f"answered in {speech.seconds:.2g} s"] if speech.seconds is not None and speech.seconds >= WAITED else []
     said += [part for part in speech.note.split("; ") if part.startswith(TRUNCATED_PREFIX)]
     said += [calls_words(counts)] if (counts := counts_of(speech.note)) else []

@@ -290,7 +290,7 @@ def test_no_path_leads_out(client: TestClient, folder: Path, tmp_path: Path, pat
     ("state", "why"),
     [
         ("a.reward=python:evil.py:f", "there are inclusion-ordering"),
-        ("a.credit=python:evil.py:F", "there are raw"),
+        ("a.advantage=python:evil.py:F", "there are raw"),
         ("a.loss=nothing", "there are log-prob"),
         ("a.lr=1e9", "one of"),
         ("a.samples=100000", "one of"),
@@ -372,8 +372,8 @@ def test_an_unknown_control_or_value_is_refused_with_what_there_is(client: TestC
 # ---- the figures ----------------------------------------------------------------------------------------
 
 STATES = {
-    "trajectory": ["", "step=4", "step=4&credit=gae&lam=0.5&seed=3", "step=2&prompt=2&temperature=2"]
-    + [f"step={step}&prompt={prompt}&credit=by-turn&seed=3" for step, prompt in ((2, 4), (3, 4), (3, 5), (4, 6))],
+    "trajectory": ["", "step=4", "step=4&advantage=gae&lam=0.5&seed=3", "step=2&prompt=2&temperature=2"]
+    + [f"step={step}&prompt={prompt}&advantage=by-turn&seed=3" for step, prompt in ((2, 4), (3, 4), (3, 5), (4, 6))],
     "variance": ["", "baseline=raw&samples=2&rewarded=1", "baseline=optimal-baseline&samples=8", "baseline=greedy"],
     "baselines": ["", "b1=10&b2=1", "b1=20&b2=-9&p=0.8"],
     "clip": ["", "A=-0.5&ratio=0.65", "A=0", "A=-0.5&ratio=1.5", "A=1&low=0.9&high=0.02"],
@@ -406,8 +406,8 @@ def test_the_snippet_runs_and_says_the_same(name: str, state: str) -> None:
         drawn = look["drawing"]
         assert f"response {drawn['tokens']}" in out.getvalue()
         assert f"log-probs {[round(x, 3) for x in drawn['logp']]}" in out.getvalue()
-        if drawn["credit"] is not None:
-            assert f"credit {[round(x, 3) for x in drawn['credit']]}" in out.getvalue()
+        if drawn["advantages"] is not None:
+            assert f"advantages {[round(x, 3) for x in drawn['advantages']]}" in out.getvalue()
 
 
 def test_the_spec_numbers() -> None:
@@ -465,33 +465,35 @@ def test_the_dots_of_variance_scatter_as_the_oracle_says() -> None:
 def test_a_reward_comes_at_the_end_and_not_before() -> None:
     for step in range(4):
         look = FIGURES["trajectory"].look(f"step={step}")
-        assert look["drawing"]["reward"] is None and look["drawing"]["credit"] is None
+        assert look["drawing"]["reward"] is None and look["drawing"]["advantages"] is None
         assert look["texts"]["reward"].startswith("not yet")
-    look = FIGURES["trajectory"].look("step=4&credit=gae&lam=1")
-    td = FIGURES["trajectory"].look("step=4&credit=gae&lam=0")
+    look = FIGURES["trajectory"].look("step=4&advantage=gae&lam=1")
+    td = FIGURES["trajectory"].look("step=4&advantage=gae&lam=0")
     values = look["drawing"]["values"]
-    assert look["drawing"]["credit"][0] == pytest.approx(look["drawing"]["reward"] - values[0])
-    assert td["drawing"]["credit"][0] == pytest.approx(values[1] - values[0])
+    assert look["drawing"]["advantages"][0] == pytest.approx(look["drawing"]["reward"] - values[0])
+    assert td["drawing"]["advantages"][0] == pytest.approx(values[1] - values[0])
 
 
-def test_a_turn_is_paid_when_it_is_answered_and_observations_have_no_credit() -> None:
-    looks = [FIGURES["trajectory"].look(f"prompt=4&seed=3&credit=by-turn&step={step}") for step in range(4)]
+def test_a_turn_is_paid_when_it_is_answered_and_observations_have_no_advantage() -> None:
+    looks = [FIGURES["trajectory"].look(f"prompt=4&seed=3&advantage=by-turn&step={step}") for step in range(4)]
     assert [look["texts"]["reward"].split(":")[0] for look in looks] == ["0 so far", "0 so far", "1 so far", "2 of 2"]
     assert [look["drawing"]["answered"] for look in looks] == [0, 0, 1, 2]
-    assert len(looks[3]["drawing"]["credit"]) == len(looks[3]["drawing"]["logp"]) == 2
+    assert len(looks[3]["drawing"]["advantages"]) == len(looks[3]["drawing"]["logp"]) == 2
     assert looks[1]["texts"]["sum"] == looks[2]["texts"]["sum"], "an observation has no log-prob"
     ways = looks[1]["drawing"]["next"]["ways"]
     assert {way["label"]: round(way["p"], 9) for way in ways} == {"[0 2 1]": 0.8, "[2 0 1]": 0.2}
     for step, prompt in ((3, 4), (3, 5), (4, 6)):
-        look = FIGURES["trajectory"].look(f"prompt={prompt}&seed=1&credit=gae&lam=1&step={step}")
-        assert look["drawing"]["credit"][0] == pytest.approx(look["drawing"]["reward"] - look["drawing"]["values"][0])
+        look = FIGURES["trajectory"].look(f"prompt={prompt}&seed=1&advantage=gae&lam=1&step={step}")
+        assert look["drawing"]["advantages"][0] == pytest.approx(
+            look["drawing"]["reward"] - look["drawing"]["values"][0]
+        )
 
 
 def test_the_command_and_the_snippet_of_a_training_are_its_settings() -> None:
     from ascent.cli.run_flags import parse_train
     from ascent.settings import configure
 
-    state = "world=sort&a.credit=gae&a.kl=0.1&a.entropy=0.3&b.loss=sequence-ratio&b.reward=exact"
+    state = "world=sort&a.advantage=gae&a.kl=0.1&a.entropy=0.3&b.loss=sequence-ratio&b.reward=exact"
     look, parsed = FIGURES["training"].look(state), training.FIGURE.read(state)
     for line, side in zip(look["command"].splitlines(), training.SIDES, strict=True):
         config, _ = parse_train(line.split()[2:], "ascent train")
@@ -504,7 +506,7 @@ def test_the_command_and_the_snippet_of_a_training_are_its_settings() -> None:
 
 
 def test_every_control_of_a_training_is_the_setting_that_it_says() -> None:
-    state = "a.credit=normalized&a.eps=0.3&a.kl=0.1&a.entropy=0.7&a.samples=16&a.epochs=3&a.lr=0.03&a.seed=8"
+    state = "a.advantage=normalized&a.eps=0.3&a.kl=0.1&a.entropy=0.7&a.samples=16&a.epochs=3&a.lr=0.03&a.seed=8"
     config = training.config_of(training.FIGURE.read(state + "&a.reward=exact"), "a")
     algorithm = config.algorithm
     assert algorithm.advantage == Normalized(1e-5) and algorithm.loss == Clipped(0.3, 0.3)
@@ -516,10 +518,10 @@ def test_every_control_of_a_training_is_the_setting_that_it_says() -> None:
 
 
 @pytest.mark.parametrize("world", list(training.SMALL_TASKS))
-@pytest.mark.parametrize("credit", training.ADVANTAGE_LABELS)
-def test_every_choice_of_the_training_figure_can_be_a_run(world: str, credit: str) -> None:
+@pytest.mark.parametrize("advantage", training.ADVANTAGE_LABELS)
+def test_every_choice_of_the_training_figure_can_be_a_run(world: str, advantage: str) -> None:
     for loss in training.LOSS_LABELS:
-        state = training.FIGURE.read({"world": world, "a.credit": credit, "a.loss": loss, "a.kl": "0.1"})
+        state = training.FIGURE.read({"world": world, "a.advantage": advantage, "a.loss": loss, "a.kl": "0.1"})
         assert training.config_of(state, "a").threads == 1
 
 
@@ -972,7 +974,7 @@ def test_the_command_says_what_is_missing_and_what_is_taken(monkeypatch: pytest.
     import importlib.util
 
     status, said = lab("--port", "99999", "--no-open")
-    assert status == 2 and "from 0 to 65535" in said
+    assert status == 2 and "set 0 to 65535" in said
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

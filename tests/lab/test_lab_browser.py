@@ -218,12 +218,12 @@ def test_trajectory(screen: Screen) -> None:
     until(lambda: screen.page.evaluate("lab.state.step === 4"))
     screen.settled()
     assert screen.numbers()[reward] == "2 of 4" and screen.page.locator(".group li").count() == 6
-    credits = screen.page.locator(".credit b").all_inner_texts()
-    assert credits == ["−1.33"] * 4
-    screen.set("credit", "gae")
-    assert len(set(screen.page.locator(".credit b").all_inner_texts())) == 4
-    gae = screen.page.locator(".credit b").all_inner_texts()
-    assert screen.set("lam", 0.2).page.locator(".credit b").all_inner_texts() != gae
+    advantages = screen.page.locator(".advantage b").all_inner_texts()
+    assert advantages == ["−1.33"] * 4
+    screen.set("advantage", "gae")
+    assert len(set(screen.page.locator(".advantage b").all_inner_texts())) == 4
+    gae = screen.page.locator(".advantage b").all_inner_texts()
+    assert screen.set("lam", 0.2).page.locator(".advantage b").all_inner_texts() != gae
     tokens = screen.page.locator(".token.there").all_inner_texts()
     screen.set("seed", 7).set("temperature", 3)
     assert screen.page.locator(".token.there").all_inner_texts() != tokens
@@ -231,14 +231,14 @@ def test_trajectory(screen: Screen) -> None:
     assert screen.page.locator(".token.prompt").all_inner_texts() == ["4", "0", "2", "2"]
     screen.set("step", 1)
     assert screen.page.locator(".token.there").count() == 1
-    assert "step=1" in screen.query() and "credit=gae" in screen.query()
+    assert "step=1" in screen.query() and "advantage=gae" in screen.query()
     screen.press("r")
     assert screen.state("step") == 0 and screen.query() == ""
 
 
 def test_a_trajectory_of_two_turns(screen: Screen) -> None:
-    """The environment's answer is drawn apart, is paid with, and has no credit; each turn has its own."""
-    screen.open("/figure/trajectory?prompt=4&credit=by-turn&seed=3")
+    """The environment's answer is drawn apart, is paid with, and has no advantage; each turn has its own."""
+    screen.open("/figure/trajectory?prompt=4&advantage=by-turn&seed=3")
 
     def inside(selector: str) -> list[str]:
         return list(screen.page.locator(selector).all_inner_texts())
@@ -254,11 +254,13 @@ def test_a_trajectory_of_two_turns(screen: Screen) -> None:
     assert screen.numbers()["reward"] == "0 so far", "it comes with the answer"
     screen.press("ArrowRight")
     assert inside(".block.observed .token.seen") == ["0", "2", "1"] and inside(".paid") == ["r +1", ""]
-    assert screen.numbers()["reward"] == "1 so far" and screen.page.locator(".credit b").count() == 0
+    assert screen.numbers()["reward"] == "1 so far" and screen.page.locator(".advantage b").count() == 0
     screen.press("ArrowRight")
-    assert inside(".token.there") == ["0", "1"] and inside(".credit b") == ["1.20", "0.20"]
-    assert screen.page.locator(".block.observed .credit").count() == 0 and screen.text("#play") == "Play"
-    assert screen.set("prompt", "5").page.locator(".credit b").all_inner_texts() == ["0.80", "0.80"], "paid at the end"
+    assert inside(".token.there") == ["0", "1"] and inside(".advantage b") == ["1.20", "0.20"]
+    assert screen.page.locator(".block.observed .advantage").count() == 0 and screen.text("#play") == "Play"
+    assert screen.set("prompt", "5").page.locator(".advantage b").all_inner_texts() == ["0.80", "0.80"], (
+        "paid at the end"
+    )
     assert screen.page.locator("#step").is_disabled()
     screen.set("prompt", "6").set("seed", 1)
     assert inside(".group li span") == ["0 [1 0 2] 2", "0", "2 [1 0 2] 0", "0", "0", "2 [1 0 2] 0"]
@@ -350,7 +352,7 @@ def test_a_trainer_that_is_killed_is_shown_with_its_curve_and_reset_puts_it_away
 
 def test_every_setting_of_a_training_changes_its_command_and_its_address(screen: Screen) -> None:
     screen.open("/figure/training")
-    changes = {"credit": "normalized", "loss": "ratio", "reward": "exact", "samples": 4, "epochs": 3}
+    changes = {"advantage": "normalized", "loss": "ratio", "reward": "exact", "samples": 4, "epochs": 3}
     changes |= {"lr": 0.003, "eps": 0.1, "kl": 0.04, "entropy": 0.7, "seed": 8}
     assert {f"a.{name}" for name in changes} | {"a.run"} == {
         c.name for c in FIGURES["training"].controls if c.name[1] == "." and c.name[0] == "a"
@@ -366,7 +368,7 @@ def test_every_setting_of_a_training_changes_its_command_and_its_address(screen:
     screen.set("world", "repeats")
     assert "--numbers 3" in screen.page.locator("#command").text_content()
     assert screen.text("#difference").startswith("Both have the same settings")
-    screen.set("a.credit", "gae").set("a.loss", "sequence-ratio")
+    screen.set("a.advantage", "gae").set("a.loss", "sequence-ratio")
     assert "--loss sequence-ratio" in screen.page.locator("#command").text_content()
 
 

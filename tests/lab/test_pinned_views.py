@@ -53,7 +53,12 @@ COMMANDS = (
     *("show grpo-1 --step 1", "report grpo-1", "report guess"),
 )
 STATES = {
-    "trajectory": ("", "step=4&credit=gae&lam=0.5&seed=3", "step=2&prompt=2&temperature=2", "step=3&prompt=5&seed=3"),
+    "trajectory": (
+        "",
+        "step=4&advantage=gae&lam=0.5&seed=3",
+        "step=2&prompt=2&temperature=2",
+        "step=3&prompt=5&seed=3",
+    ),
     "variance": ("", "baseline=raw&samples=2&rewarded=1", "baseline=optimal-baseline&samples=8", "baseline=greedy"),
     "baselines": ("", "b1=10&b2=1", "b1=20&b2=-9&p=0.8"),
     "clip": ("", "A=-0.5&ratio=0.65", "A=0", "A=-0.5&ratio=1.5", "A=1&low=0.9&high=0.02"),

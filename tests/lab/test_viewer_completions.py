@@ -310,7 +310,7 @@ def clip_ratios(rows: list[dict[str, Any]], loss: Any) -> dict[str, float]:
     ],
 )
 def test_clips_are_those_that_the_learner_reported(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
-    """All groups of a step, with credit per response and per token, over several updates and mini-batches."""
+    """All groups of a step, with advantages per response and per token, over several updates and mini-batches."""
     same = {"steps": 3, "prompts": 8, "samples": 4, "epochs": 3, "minibatches": 2, "lr": 0.02, "eval_prompts": 4}
     same |= {"threads": 1, "policy.width": 16, "policy.layers": 1, "policy.heads": 2}
     run = ascent.train(

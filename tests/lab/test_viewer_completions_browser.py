@@ -373,9 +373,9 @@ def test_a_conversation_shows_who_said_what(view: View) -> None:
     assert first.locator(".observed").all_text_contents() == ["user: ", "higher"]
     heads = first.locator(".c-speech")
     assert [heads.nth(i).get_attribute("data-words") for i in range(heads.count())] == [
-        "policy, turn 1, reward 0.25, δ +0.500, answered in 0.5 s, 1 call",
+        "policy, turn 1, reward 0.25, A +0.500, answered in 0.5 s, 1 call",
         "tool, to turn 1",
-        "policy, turn 2, reward 0.75, δ +0.500",
+        "policy, turn 2, reward 0.75, A +0.500",
     ]
     assert first.inner_text().count("turn") == 0, "what is copied is what was said"
     first.locator(".observed").nth(1).hover()

@@ -181,7 +181,7 @@ def test_completions_have_their_numbers_and_a_choice_without_a_script(run: Path,
     assert heads == ["Step 0", "Step 4", "Step 5"]
     rows = pq.read_table(run / "rollouts/step_000000.parquet").to_pylist()
     row = max((r for r in rows if r["group"] == 0), key=lambda r: r["reward"])
-    said = f"δ {shown(row['advantage'][0], 4)}, log-prob {shown(row['logp_old'][0], 4)}, "
+    said = f"A {shown(row['advantage'][0], 4)}, log-prob {shown(row['logp_old'][0], 4)}, "
     assert [a for a in page.all("span") if (a.get("title") or "").startswith(said)]
     assert page.text.count("Best:") + page.text.count("one response:") >= 3
     assert row["prompt_text"] in page.text

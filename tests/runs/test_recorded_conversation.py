@@ -49,9 +49,9 @@ def test_a_terminal_shows_it_as_one_in_colours_or_without() -> None:
     speeches = conversation(row_of())
     plain = conversation_lines(speeches, "over", colour=False)
     assert plain == [
-        "  policy       call it  · turn 1, reward 0.25, δ +0.500, answered in 0.5 s, 2 calls (1 unparsed)",
+        "  policy       call it  · turn 1, reward 0.25, A +0.500, answered in 0.5 s, 2 calls (1 unparsed)",
         "  tool         42",
-        "  policy       so 42  · turn 2, reward 1, δ +0.500",
+        "  policy       so 42  · turn 2, reward 1, A +0.500",
         "  ended: over; 0.5 s of waiting",
     ]
     bright = conversation_lines(speeches, "over", colour=True)
@@ -71,7 +71,7 @@ def test_a_turn_without_words_says_so() -> None:
         response=[0], pieces=[""], turn=[0], mask=[True], advantage=[0.5], turn_reward=[0.0], reason="turn 1: x"
     )
     shown = responses([row])
-    assert "response 0: reward 1.25, 1 turn\n  policy       (no words)  · turn 1, reward 0, δ +0.500" in shown
+    assert "response 0: reward 1.25, 1 turn\n  policy       (no words)  · turn 1, reward 0, A +0.500" in shown
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ WAYS = (
 )
 """What may color the tokens. It is chosen without a script: the style sheet looks at radio buttons."""
 LABELS = {
-    **{"advantage": "δ", "logp": "log-prob", "entropy": "entropy", "ratio": "ratio", "clipped": "clipped"},
+    **{"advantage": "A", "logp": "log-prob", "entropy": "entropy", "ratio": "ratio", "clipped": "clipped"},
     **{"logp_ref": "log-prob of the reference", "value": "value"},
 }
 """What is known of a token, and what it is called."""
@@ -335,7 +335,7 @@ def _with_numbers(response: Row, largest: float) -> Row:
         facts.append("✓ right" if response["correct"] else "✗ not right")
     facts += ["✂ cut off by the limit"] if response["truncated"] else []
     facts += ["⚠ its reward failed"] if response["status"] == "failed" else []
-    facts += [f"δ {shown(response['advantage'])}"] if response["advantage"] is not None else []
+    facts += [f"A {shown(response['advantage'])}"] if response["advantage"] is not None else []
     facts += [f"{response['length']} tokens"] if response["length"] is not None else []
     made = response | {"facts": ", ".join(facts), "parts": f"Components: {', '.join(parts)}" if parts else ""}
     pieces = (response["row"] or {}).get("pieces")
@@ -370,9 +370,9 @@ def _with_numbers(response: Row, largest: float) -> Row:
 def _shades(token: Mapping[str, Any], largest: float) -> str:
     """A class for each number of a token: which of five shades, and to which side."""
     classes = []
-    δ, logp, entropy, ratio = (real(token.get(name)) for name in ("advantage", "logp", "entropy", "ratio"))
-    if δ and largest > 0:
-        classes.append(f"{'a' if δ > 0 else 'z'}{min(4, 1 + int(4 * abs(δ) / largest * 0.999))}")
+    advantage, logp, entropy, ratio = (real(token.get(name)) for name in ("advantage", "logp", "entropy", "ratio"))
+    if advantage and largest > 0:
+        classes.append(f"{'a' if advantage > 0 else 'z'}{min(4, 1 + int(4 * abs(advantage) / largest * 0.999))}")
     if logp is not None and (shade := sum(math.exp(min(logp, 0.0)) < p for p in PROBABLE)):
         classes.append(f"l{shade}")
     if entropy is not None and (shade := sum(entropy >= bound for bound in UNSURE)):

@@ -43,7 +43,7 @@ for state, b in enumerate(({b1}, {b2})):
 class Minus(Advantage):
     """The reward minus a number that somebody chose.
 
-    δ = R − b
+    A = R − b
     Unbiased whatever b is, as long as it does not see the response; the variance may be anything.
     """
 

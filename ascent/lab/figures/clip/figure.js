@@ -74,7 +74,7 @@ function Gradient({ store }) {
     <circle class="dot second" cx=${f.sx(ratio)} cy=${f.sy(gradient)} r="6" />
     <text class="direct strong second" x=${f.sx(ratio) + (ratio > 1.6 ? -11 : 11)} y=${f.sy(gradient) - 9} text-anchor=${ratio > 1.6 ? "end" : "start"}>${texts.gradient}</text>
     <${Rug} f=${f} rug=${drawing.rug} />
-    <text class="axis-label" x=${f.left} y=${f.height - 4}>${texts.rug_total} ratios; up: δ > 0, down: δ ≤ 0; thick: clipped</text>
+    <text class="axis-label" x=${f.left} y=${f.height - 4}>${texts.rug_total} ratios; up: A > 0, down: A ≤ 0; thick: clipped</text>
   </svg>`;
 }
 

@@ -37,8 +37,8 @@ print("gradient by log π", round(gradient.item(), 3))
 def _surrogate(loss: Any, ratio: Float[Tensor, "n"], advantage: float) -> tuple[Tensor, Tensor]:
     """A surrogate at these ratios, and its gradient by logp: the library's own, through autograd."""
     logp = ratio.log().view(1, 1, -1).requires_grad_()
-    δ = torch.full_like(logp, advantage).detach()
-    value = loss(logp, torch.zeros_like(logp), δ, torch.ones_like(logp, dtype=torch.bool))
+    A = torch.full_like(logp, advantage).detach()
+    value = loss(logp, torch.zeros_like(logp), A, torch.ones_like(logp, dtype=torch.bool))
     (gradient,) = torch.autograd.grad(value.sum(), logp)
     return value.detach().flatten(), gradient.flatten()
 
@@ -112,13 +112,13 @@ def _table(loss: Clipped, A: float, ratio: float) -> DataTable:
 
 def _ratios(runs: Path | None, loss: Clipped) -> dict[str, Any]:
     """ρ of every recorded token at the last update of the newest recorded batch, and which are clipped now."""
-    logs, credit, where = _newest(runs) or (*_sampled_now(), "a batch of the lecture, trained on just now")
-    ρ, δ = torch.tensor(logs).exp().view(1, 1, -1), torch.tensor(credit).view(1, 1, -1)
-    clips = loss.clipped(ρ.log(), torch.zeros_like(ρ), δ, torch.ones_like(ρ, dtype=torch.bool))
+    logs, advantages, where = _newest(runs) or (*_sampled_now(), "a batch of the lecture, trained on just now")
+    ρ, A = torch.tensor(logs).exp().view(1, 1, -1), torch.tensor(advantages).view(1, 1, -1)
+    clips = loss.clipped(ρ.log(), torch.zeros_like(ρ), A, torch.ones_like(ρ, dtype=torch.bool))
     assert clips is not None
     return {
         "ratios": ρ.flatten().tolist(),
-        "good": (δ > 0).flatten().tolist(),
+        "good": (A > 0).flatten().tolist(),
         "clipped": (clips[0] | clips[1]).flatten().tolist(),
         "from": where,
     }
@@ -136,14 +136,16 @@ def _newest(runs: Path | None) -> tuple[list[float], list[float], str] | None:
 
 @lru_cache(maxsize=8)
 def _recorded(run: Path, step: int) -> tuple[list[float], list[float]]:
-    logs, credit = list[float](), list[float]()
+    logs, advantages = list[float](), list[float]()
     with naming_file(rollout_path(run, step)):
         for row in read_rollouts(run, step):
             if row["logp"] and row["valid"]:
                 logs += [float(now - old) for now, old in zip(row["logp"][-1], row["logp_old"], strict=True)]
                 given = row["advantage"]
-                credit += map(float, given if len(given) == len(row["logp_old"]) else given[:1] * len(row["logp_old"]))
-    return logs[:300], credit[:300]
+                advantages += map(
+                    float, given if len(given) == len(row["logp_old"]) else given[:1] * len(row["logp_old"])
+                )
+    return logs[:300], advantages[:300]
 
 
 @lru_cache(maxsize=1)

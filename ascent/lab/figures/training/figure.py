@@ -41,7 +41,7 @@ SIDES = ("a", "b")
 
 def _controls(side: str, entropy: float) -> list[Control]:
     controls: tuple[Control, ...] = (
-        Choice("credit", "credit", "centered", tuple(ADVANTAGE_LABELS.items()), "How a reward becomes δ."),
+        Choice("advantage", "advantage", "centered", tuple(ADVANTAGE_LABELS.items()), "How a reward becomes A."),
         Choice("loss", "loss", "clipped", tuple(LOSS_LABELS.items()), "The surrogate of one token."),
         Choice("reward", "reward", "inclusion-ordering", tuple(REWARD_LABELS.items()), "What is paid for."),
         Slider("samples", "samples G", 10, 2, 32, 1, "Responses to each prompt.", (2, 4, 8, 10, 16, 32)),
@@ -67,10 +67,10 @@ def side_settings(state: ControlState, side: str) -> tuple[str, dict[str, Any]]:
     """The task and the settings of a side, as `ascent train` takes them."""
     own = _of_side(state, side)
     _, task, small = SMALL_TASKS[state["world"]]
-    settings: dict[str, Any] = {"algorithm": "dr-grpo", "advantage": own["credit"], "loss": own["loss"]}
+    settings: dict[str, Any] = {"algorithm": "dr-grpo", "advantage": own["advantage"], "loss": own["loss"]}
     if own["loss"] in ("clipped", "sequence-ratio"):
         settings |= {"loss.low": own["eps"], "loss.high": own["eps"]}
-    if own["credit"] == "gae":
+    if own["advantage"] == "gae":
         settings["critic"] = "own-critic"
     if own["kl"]:
         settings |= {"kl": "in-loss", "kl.coef": own["kl"], "reference": "frozen"}

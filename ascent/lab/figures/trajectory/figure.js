@@ -1,4 +1,4 @@
-// Figure 1: a response grows token by token, in one turn or two; it is rewarded, and credit is spread backwards.
+// Figure 1: a response grows token by token, in one turn or two; it gets a reward, and each token an advantage.
 import { html } from "../../shared.js";
 import { Number, Shell } from "../../figures.js";
 
@@ -35,19 +35,19 @@ export function reset(store) {
   store.set({ ...store.start }, true);
 }
 
-// A token that the policy wrote: below it its log-prob, what its turn was paid, and its credit.
+// A token that the policy wrote: below it its log-prob, the reward of its turn, and its advantage.
 function Drawn({ store, token, event, action }) {
   const { drawing } = store.look;
   const step = Math.min(store.look.state.step, drawing.length);
   const there = event < step;
-  const over = drawing.credit !== null;
-  const credit = over ? drawing.credit[action] : 0;
-  const largest = over ? Math.max(1, ...drawing.credit.map(Math.abs)) : 1;
+  const over = drawing.advantages !== null;
+  const advantage = over ? drawing.advantages[action] : 0;
+  const largest = over ? Math.max(1, ...drawing.advantages.map(Math.abs)) : 1;
   return html`<div class="slot">
     <span class=${`token ${there ? "there" : "empty"} ${event === step - 1 ? "newest" : ""}`}>${there ? token : "·"}</span>
     <span class="logp">${there ? store.text(`l${action}`) : ""}</span>
     ${drawing.turns ? html`<span class="paid">${action < drawing.answered ? `r ${store.text(`r${action}`)}` : ""}</span>` : ""}
-    <span class=${`credit ${over ? (credit > 0 ? "up" : credit < 0 ? "down" : "none") : "none"}`} data-height=${over ? Math.round((Math.abs(credit) / largest) * 10) : 0}>
+    <span class=${`advantage ${over ? (advantage > 0 ? "up" : advantage < 0 ? "down" : "none") : "none"}`} data-height=${over ? Math.round((Math.abs(advantage) / largest) * 10) : 0}>
       ${over ? html`<i></i><b>${store.text(`c${action}`)}</b>` : ""}
     </span>
   </div>`;
@@ -62,7 +62,7 @@ function State({ store }) {
       ${block.tokens.map(([event, token], i) => (block.drawn
         ? html`<${Drawn} store=${store} token=${token} event=${event} action=${block.action + i} />`
         : html`<span class=${`token ${event < step ? "seen" : "empty"}`}>${event < step ? token : "·"}</span>`))}
-    </div>${block.drawn ? "" : html`<div class="caption">observed: no log-prob, no credit</div>`}</div>`)}
+    </div>${block.drawn ? "" : html`<div class="caption">observed: no log-prob, no advantage</div>`}</div>`)}
   </div>`;
 }
 
@@ -81,7 +81,7 @@ function Bars({ store }) {
 
 function Ending({ store }) {
   const { drawing } = store.look;
-  if (drawing.credit === null) return null;
+  if (drawing.advantages === null) return null;
   return html`<div class="ending">
     <div class="caption">the group that it is compared with: mean reward ${store.text("mean")}${drawing.values ? `; V before the first token ${store.text("value0")}` : ""}</div>
     <ol class="group">${drawing.group.map((g, i) => html`<li class=${i === 0 ? "this" : ""}><span>${g.text}</span><b>${g.reward}</b>${i === 0 ? html`<em>this one</em>` : ""}</li>`)}</ol>

@@ -1,4 +1,4 @@
-"""Figure 1: one generation as a trajectory, its reward, and the credit that each token then gets.
+"""Figure 1: one generation as a trajectory, its reward, and the advantage of each token.
 
 The policies are transformers of about 3,600 parameters. One has half learned to sort four numbers (sorter.safetensors):
 
@@ -67,20 +67,20 @@ _WORLDS = (
 _PROMPT_TEXTS = tuple((str(i), f"[{' '.join(map(str, w.prompt))}]{w.label}") for i, w in enumerate(_WORLDS))
 _GROUP = 6
 """Responses to the prompt; the first is the one that is followed."""
-_CREDITS = {name_of(cls): cls() for cls in ADVANTAGES if not (cls().needs or cls().initial_state())}
+_ADVANTAGES = {name_of(cls): cls() for cls in ADVANTAGES if not (cls().needs or cls().initial_state())}
 """Those of the menu that need nothing but the rewards of this group."""
-_LABELS = {**{name: menu_label(type(credit)) for name, credit in _CREDITS.items()}, "gae": "GAE(λ), exact values"}
+_LABELS = {**{name: menu_label(type(choice)) for name, choice in _ADVANTAGES.items()}, "gae": "GAE(λ), exact values"}
 
 _SNIPPET = """\
 import torch
-from ascent.lab.figures.trajectory.figure import credit_of, group_of
+from ascent.lab.figures.trajectory.figure import advantages_of, group_of
 
 batch = group_of(prompt={prompt}, temperature={temperature}, seed={seed})
 drawn = batch.mask[0, 0]  # what the policy wrote
 print("response", batch.response[0, 0][batch.present[0, 0]].tolist())
 print("log-probs", [round(x, 3) for x in batch.logp_sampler[0, 0][drawn].tolist()])
 print("reward", batch.reward[0, 0].sum().item())
-print("credit", [round(x, 3) for x in credit_of(batch, "{credit}", {lam})[drawn].tolist()])
+print("advantages", [round(x, 3) for x in advantages_of(batch, "{advantage}", {lam})[drawn].tolist()])
 """
 
 
@@ -119,10 +119,10 @@ def _oracle(prompt: int, temperature: float) -> Oracle:
     return Oracle(_policy(world.policy), torch.tensor(world.prompt), world.task, temperature)
 
 
-def credit_of(batch: Batch, name: str, lam: float) -> torch.Tensor:
-    """δ of each token of the first response, by the library's own credit. Observed tokens have none."""
-    credit = GAE(lam=lam) if name == "gae" else _CREDITS[name]
-    return credit(batch, {}).expand(batch.mask.shape)[0, 0]
+def advantages_of(batch: Batch, name: str, lam: float) -> torch.Tensor:
+    """Return the advantage of each token of the first response. Those of observed tokens are not used."""
+    choice = GAE(lam=lam) if name == "gae" else _ADVANTAGES[name]
+    return choice(batch, {}).expand(batch.mask.shape)[0, 0]
 
 
 class Event(NamedTuple):
@@ -150,7 +150,10 @@ def _compute(state: ControlState, _: Path | None) -> Look:
     step = min(state["step"], len(events))
     with torch.no_grad():  # π(· | s_t) at every state of the first response
         chances = log_probs(_policy(world.policy), batch)[0, 0].exp().tolist()
-    logp, credit = batch.logp_sampler[0, 0][drawn].double(), credit_of(batch, state["credit"], state["lam"])[drawn]
+    logp, advantages = (
+        batch.logp_sampler[0, 0][drawn].double(),
+        advantages_of(batch, state["advantage"], state["lam"])[drawn],
+    )
     written, over = sum(event.drawn for event in events[:step]), step == len(events)
     answered = written if over else step - written
     running = [0.0, *logp.cumsum(0).tolist()]
@@ -170,14 +173,14 @@ def _compute(state: ControlState, _: Path | None) -> Look:
         "logp": signed(float(logp[written - 1])) if step else "–",
         "sum": signed(running[written]) if step else "0",
         "reward": reward,
-        "credit": _LABELS[state["credit"]],
+        "advantage": _LABELS[state["advantage"]],
         "lam": short(state["lam"]),
         "mean": signed(sum(rewards) / _GROUP, 2),
         "value0": signed(float(value[0, 0, 0]), 2),
         "chance": f"{float(logp[min(written, len(logp) - 1)].exp()):.2f}",
-        "credits": ", ".join(signed(x, 2) for x in credit.tolist()) if over else "not yet",
+        "advantages": ", ".join(signed(x, 2) for x in advantages.tolist()) if over else "not yet",
         "verdict": _verdict(world, rewards[0], bool(batch.correct[0, 0])) if over else "",
-        **{f"c{i}": signed(x, 2) for i, x in enumerate(credit.tolist()) if over},
+        **{f"c{i}": signed(x, 2) for i, x in enumerate(advantages.tolist()) if over},
         **{f"l{i}": signed(x, 2) for i, x in enumerate(logp.tolist())},
         **{f"r{i}": f"{x:+g}".replace("-", "−") for i, x in enumerate(paid)},
     }
@@ -192,12 +195,12 @@ def _compute(state: ControlState, _: Path | None) -> Look:
         "answered": answered,
         "logp": logp.tolist(),
         "reward": rewards[0] if over else None,
-        "credit": credit.tolist() if over else None,
-        "values": value[0, 0].tolist() if over and state["credit"] == "gae" else None,
+        "advantages": advantages.tolist() if over else None,
+        "values": value[0, 0].tolist() if over and state["advantage"] == "gae" else None,
         "group": group if over else None,
         "length": len(events),
     }
-    tables = _tables(events, chances, running, credit.tolist(), step, drawing["next"])
+    tables = _tables(events, chances, running, advantages.tolist(), step, drawing["next"])
     return Look(texts, drawing, tables, _SNIPPET.format(**state))
 
 
@@ -256,7 +259,7 @@ def _next(world: World, events: list[Event], step: int, chances: list[list[float
 
 
 def _tables(
-    events: list[Event], chances: list, running: list[float], credit: list[float], step: int, following: Any
+    events: list[Event], chances: list, running: list[float], advantages: list[float], step: int, following: Any
 ) -> list[DataTable]:
     rows, action = [], 0
     for number, event in enumerate(events[:step], 1):
@@ -265,9 +268,11 @@ def _tables(
             continue
         token, logp = event.tokens[0], running[action + 1] - running[action]
         numbers = (f"{chances[event.start][token]:.3f}", signed(logp), signed(running[action + 1]))
-        rows.append([str(number), str(token), *numbers, signed(credit[action]) if step == len(events) else "not yet"])
+        rows.append(
+            [str(number), str(token), *numbers, signed(advantages[action]) if step == len(events) else "not yet"]
+        )
         action += 1
-    head = ("token", "number", "probability", "log-prob", "running sum", "credit δ")
+    head = ("token", "number", "probability", "log-prob", "running sum", "advantage A")
     tables = [DataTable("The trajectory so far", head, rows)]
     if following is not None:
         coming = [[way["label"], f"{way['p']:.3f}"] for way in following["ways"]]
@@ -279,7 +284,7 @@ FIGURE = Figure(
     name="trajectory",
     place=1,
     title="Trajectory",
-    about="A response is written token by token, in one turn or two; it is rewarded, and credit is spread backwards.",
+    about="A response is written token by token, in one turn or two; it gets a reward, and each token an advantage.",
     controls=(
         Slider("step", "tokens written", 0, 0, _SORT.length, 1, "How far the response has been written."),
         Choice(
@@ -287,7 +292,7 @@ FIGURE = Figure(
         ),
         Slider("temperature", "temperature", 1.0, 0.2, 3.0, 0.1, "Divides the logits: low is greedy, high is even."),
         Slider("seed", "seed", 0, 0, 99, 1, "Another draw from the same policy."),
-        Choice("credit", "credit", "centered", tuple(_LABELS.items()), "How R becomes δ."),
+        Choice("advantage", "advantage", "centered", tuple(_LABELS.items()), "How R becomes A."),
         Slider("lam", "λ of GAE", 0.95, 0.0, 1.0, 0.05, "0: the one-step TD error; 1: the whole return minus V."),
     ),
     compute=_compute,

@@ -26,7 +26,7 @@ PROMPT = (2, 0, 1)
 """[0 1 2] is right."""
 _ESTIMATES = 200
 BASELINES = {name_of(cls): cls for cls in ADVANTAGES if cls is not BatchNormalized}
-"""Credit that sees one group at a time; over a batch of 200 groups a batch statistic would see all of them."""
+"""Advantages of one group at a time; a batch statistic would depend on all 200 groups."""
 _LABELS = {name: menu_label(cls) for name, cls in BASELINES.items()}
 
 _SNIPPET = """\

@@ -322,7 +322,7 @@ def _tokens(folder: Path, step: int, rows: list[Row], which: str) -> dict[str, A
 
 def of_row(row: Row, loss: Any) -> Row:
     """One response. A list of another length than its tokens is not shown: it would sit beside the wrong ones."""
-    ids, updates, credit = (row.get(name) or [] for name in ("response", "logp", "advantage"))
+    ids, updates, advantages = (row.get(name) or [] for name in ("response", "logp", "advantage"))
 
     def per_token(values: list[Any] | None) -> list[float] | None:
         """A number per token; what the file has no number for is NaN."""
@@ -332,7 +332,7 @@ def of_row(row: Row, loss: Any) -> Row:
 
     lists = {name: per_token(row.get(name)) for name in ("logp_sampler", "logp_ref", "entropy")}
     lists["logp"] = logp = per_token(row.get("logp_old"))
-    lists["advantage"] = advantage = per_token(credit * len(ids) if len(credit) == 1 else credit)
+    lists["advantage"] = advantage = per_token(advantages * len(ids) if len(advantages) == 1 else advantages)
     lists["value"] = per_token(row["value"][: len(ids)]) if row.get("value") and ids else None
     pieces, last = row.get("pieces"), per_token(updates[-1]) if updates else None
     made: Row = {"group": row["group"], "sample": row["sample"], "ids": ids}
@@ -364,17 +364,17 @@ def _clips(loss: Any, logp: list[float], logp_old: list[float], advantage: list[
     """On which side each token is clipped, by the loss itself; and the ratio of a whole response where it uses one."""
     import torch
 
-    now, old, δ = (torch.tensor([[values]], dtype=torch.float32) for values in (logp, logp_old, advantage))
+    now, old, A = (torch.tensor([[values]], dtype=torch.float32) for values in (logp, logp_old, advantage))
     counted = torch.tensor([[drawn]])
     made: Row = {}
     if loss.sequence:
         made["sequence_ratio"] = json_number(float(torch.exp(loss.log_ratio(now - old, counted))))
-    clips = loss.clipped(now, old, δ, counted)
+    clips = loss.clipped(now, old, A, counted)
     if clips is None:
         return made
     low, high = (side & counted for side in clips)
     dual = getattr(loss, "dual", None)
-    far = (torch.exp(now - old) > (math.inf if dual is None else dual)) & (δ < 0)
+    far = (torch.exp(now - old) > (math.inf if dual is None else dual)) & (A < 0)
     sides = torch.where(low, 1, torch.where(high, 2, torch.where(far, 3, 0)))
     return made | {"clipped": [(None, "low", "high", "dual")[side] for side in sides[0, 0].tolist()]}
 
