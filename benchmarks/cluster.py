@@ -218,7 +218,7 @@ def weights(say: Callable[..., None] = print, shape: str = "135m", turns: int = 
         for other in others:
             offer = sender.offer(snapshot)
             calls.append(other.receive.remote(offer))
-            sender.begin(offer, snapshot, calls[-1].future())
+            sender.start(offer, snapshot, calls[-1].future())
         ray.get(calls)
 
     took: dict[str, list[float]] = {"gloo": [], "object store": []}

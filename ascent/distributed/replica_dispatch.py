@@ -1,10 +1,10 @@
-"""Who draws what: chunks of rollouts go to replicas, which may die, hang, join and leave.
+"""Dispatches chunks of prompts to replicas, which may die, hang, join and leave.
 
-A chunk is drawn whole by one replica, with one version of the weights and from the seeds of its responses: so it does
-not matter who draws it, when, nor how often one has died over it. A replica that has not the chunk's weights is given
-them first, and has to answer a probe as the learner's own copy does.
+A chunk is generated whole by one replica, with one version of the weights and with the seeds of its responses. So the
+results do not depend on which replica generates it, when, or how often it is retried. A replica that lacks the weights
+of a chunk gets them first, and has to answer a probe as the learner's own copy does.
 
-One thread does all of this. Whoever asks has futures.
+One thread manages all replicas. Callers get futures.
 """
 
 from __future__ import annotations
@@ -26,49 +26,50 @@ from ascent.core.errors import RunError
 from ascent.core.types import Rollouts
 from ascent.distributed.replica_errors import ReplicaLostError
 
-PAUSE = 0.2
-"""Seconds before a replica that was lost is asked again: it is being started."""
-START = 120.0
-"""Seconds that a replica has to start and to load its first weights, if the deadline is not longer. An engine's server
-takes more."""
-LOOK = 1.0
-"""Seconds between two looks at what takes too long."""
+RETRY_DELAY = 0.2
+"""Seconds before a lost replica is called again, while it is restarted."""
+REPLICA_STARTUP_TIMEOUT = 120.0
+"""Seconds that a replica has to start and load its first weights, if the deadline is not longer. A replica with a
+serving engine gets the startup timeout of its server in addition."""
+TIMEOUT_CHECK_INTERVAL = 1.0
+"""Seconds between two checks for calls that exceed their deadline."""
 
 
 class ReplicaSet(Protocol):
     """Replicas that are called by name."""
 
     def names(self) -> list[str]:
-        """Who is there now, ready or not."""
+        """Return the names of the existing replicas, ready or not."""
 
     def put(self, params: dict[str, Tensor]) -> Any:
-        """Weights as `load` takes them, which stay as they are now."""
+        """Return a snapshot of the weights, to be passed to `load`."""
 
     def load(self, name: str, weights: Any, version: int, config: dict[str, Any]) -> Future[Any]:
-        """Bring a replica these weights; its result is what `Replica.load` returns."""
+        """Load these weights on a replica. The result is that of `Replica.load`."""
 
-    def begin(self, name: str, method: str, *args: Any) -> Future[Any]: ...
+    def call(self, name: str, method: str, *args: Any) -> Future[Any]:
+        """Call a method of a replica."""
 
     def result(self, call: Future[Any]) -> Any:
-        """Of a call that is done; or `Gone`."""
+        """Return the result of a finished call, or raise ReplicaLostError."""
 
     def restart(self, name: str) -> None:
-        """End a replica that hangs, so that a new one takes its place."""
+        """Kill a replica that hangs, so that it is replaced."""
 
 
 @dataclass(eq=False)
 class Chunk:
-    """Responses that one replica draws, with this version of the weights."""
+    """Prompts whose responses one replica generates with one version of the weights."""
 
     version: int
     args: tuple[Any, ...]
-    drawn: Future[Rollouts] = field(default_factory=Future)
+    rollouts: Future[Rollouts] = field(default_factory=Future)
 
 
-class Work(NamedTuple):
-    """A call that is under way: a chunk is drawn; or without one, weights of a version are loaded (-1: a greeting)."""
+class ReplicaCall(NamedTuple):
+    """A call in progress: it generates a chunk; without a chunk it loads a version, or greets a new replica (−1)."""
 
-    call: Future[Any]
+    future: Future[Any]
     begun: float
     version: int
     chunk: Chunk | None
@@ -76,212 +77,216 @@ class Work(NamedTuple):
 
 @dataclass(eq=False)
 class ReplicaState:
-    """A replica as it is known here."""
+    """The state of a replica as the dispatcher knows it."""
 
     name: str
     version: int = -1
-    """Of the weights that it has."""
-    work: Work | None = None
-    late: bool = False
-    """Was it ended because its work takes too long, which has not failed yet?"""
-    away: float | None = None
-    """Since when it is lost, if it is."""
-    again: float = 0.0
-    """When it may be asked next."""
+    """The version of its weights."""
+    call: ReplicaCall | None = None
+    is_killed: bool = False
+    """Was it killed because its call exceeded the deadline, while the call has not failed yet?"""
+    lost_since: float | None = None
+    retry_at: float = 0.0
+    """When it may be called next."""
     tokens: int = 0
-    """Drawn since the last line of the records; so are the next three counted."""
-    drawing: float = 0.0
-    loading: float = 0.0
-    lost: int = 0
+    """Tokens generated since the last log line. The next three are counted in the same way."""
+    generate_seconds: float = 0.0
+    load_seconds: float = 0.0
+    num_losses: int = 0
 
 
 class ReplicaDispatcher:
-    """`check`: refuses what a replica answers to a version's probe, beside what is expected. `note`: keeps a record."""
+    """Dispatches chunks to a set of replicas.
+
+    `check_probe` raises an error if the probe response of a replica differs too much from the expected one. `log`
+    writes a line of the replica log.
+    """
 
     def __init__(
         self,
-        crew: ReplicaSet,
+        replicas: ReplicaSet,
         config: dict[str, Any],
         deadline: float,
-        check: Callable[[str, int, Rollouts, Rollouts], None],
-        note: Callable[[dict[str, Any]], None],
-        engine: float = 0.0,
+        check_probe: Callable[[str, int, Rollouts, Rollouts], None],
+        log: Callable[[dict[str, Any]], None],
+        server_startup: float = 0.0,
     ):
-        """`engine`: seconds that the server of a replica may take to start."""
-        self.crew, self.config, self.deadline, self.check, self.note = crew, config, deadline, check, note
-        self.members = {name: ReplicaState(name) for name in crew.names()}
-        self._first, self._left, self._engine = len(self.members), set[str](), engine
+        """`server_startup`: seconds that the server of a replica may take to start."""
+        self.replicas, self.config, self.deadline = replicas, config, deadline
+        self.check_probe, self.log = check_probe, log
+        self.states = {name: ReplicaState(name) for name in replicas.names()}
+        self._initial_count, self._removed = len(self.states), set[str]()
+        self._startup_timeout = max(deadline, REPLICA_STARTUP_TIMEOUT + server_startup)
         self._weights: dict[int, tuple[Any, Rollouts]] = {}
-        """By version: the weights, and the right answer to the probe."""
-        self._todo: deque[Chunk] = deque()
+        """By version: the weights and the expected response to the probe."""
+        self._queue: deque[Chunk] = deque()
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._noted, self._closed = time.monotonic(), False
-        self._trouble: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="replicas", daemon=True)
+        self._last_logged, self._closed = time.monotonic(), False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="replicas", daemon=True)
         self._thread.start()
 
     @property
-    def width(self) -> int:
-        """Chunks that a call is cut into: one for each replica that there is, and never fewer than at the start."""
-        return max(self._first, sum(member.away is None for member in list(self.members.values())))
+    def num_chunks(self) -> int:
+        """Number of chunks of a call: that of available replicas, but not fewer than at the start."""
+        return max(self._initial_count, sum(state.lost_since is None for state in list(self.states.values())))
 
-    def load(self, version: int, weights: Any, probed: Rollouts, waited: float) -> None:
-        """Weights for what will be asked for, and what a replica that has them answers to the probe.
+    def load(self, version: int, weights: Any, probe_response: Rollouts, idle_seconds: float) -> None:
+        """Set the weights of later chunks and the expected response to their probe.
 
-        `waited`: for the records, seconds for which the learners had nothing to do since the last load.
+        `idle_seconds`: for the log, how long the learners were idle since the last load.
         """
-        self._events.put(partial(self._take_weights, version, (weights, probed), waited))
+        self._events.put(partial(self._set_weights, version, (weights, probe_response), idle_seconds))
 
-    def ask(self, version: int, each: Sequence[tuple[Any, ...]]) -> list[Future[Rollouts]]:
-        """Have these chunks drawn, each of which is what follows the version in `Replica.draw`."""
-        chunks = [Chunk(version, args) for args in each]
-        self._events.put(partial(self._todo.extend, chunks))
-        return [chunk.drawn for chunk in chunks]
+    def submit(self, version: int, chunk_args: Sequence[tuple[Any, ...]]) -> list[Future[Rollouts]]:
+        """Queue chunks, given by the arguments of `Replica.generate` after the version."""
+        chunks = [Chunk(version, args) for args in chunk_args]
+        self._events.put(partial(self._queue.extend, chunks))
+        return [chunk.rollouts for chunk in chunks]
 
     def close(self) -> None:
-        def over() -> None:
+        def stop() -> None:
             self._closed = True
-            self._write(max(self._weights, default=-1), 0.0)
+            self._write_log(max(self._weights, default=-1), 0.0)
 
-        self._events.put(over)
+        self._events.put(stop)
         self._thread.join(5)
 
     # ---- the thread
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while not self._closed:
-            lost = any(member.away is not None for member in self.members.values())
-            busy = any(member.work for member in self.members.values())
+            any_lost = any(state.lost_since is not None for state in self.states.values())
+            any_busy = any(state.call for state in self.states.values())
             try:
-                self._events.get(timeout=PAUSE if lost else LOOK if busy else None)()
+                timeout = RETRY_DELAY if any_lost else TIMEOUT_CHECK_INTERVAL if any_busy else None
+                self._events.get(timeout=timeout)()
             except queue.Empty:
                 pass
-            except BaseException as error:  # whoever waits is told
-                self._trouble = error
+            except BaseException as error:  # raised from the futures
+                self._error = error
             try:
-                self._end_late()  # first: the chunk of a member that is left out is given to another
-                self._give_out()
+                self._end_overdue_calls()  # first: the chunks of removed replicas are queued again
+                self._assign_chunks()
             except BaseException as error:
-                self._trouble = error
-            if self._trouble is not None:
-                self._fail(self._trouble)
+                self._error = error
+            if self._error is not None:
+                self._fail_chunks(self._error)
 
-    def _fail(self, error: BaseException) -> None:
-        running = [member.work.chunk for member in self.members.values() if member.work]
-        for chunk in (*self._todo, *(chunk for chunk in running if chunk is not None)):
-            if not chunk.drawn.done():
-                chunk.drawn.set_exception(error)
-        self._todo.clear()
+    def _fail_chunks(self, error: BaseException) -> None:
+        running = [state.call.chunk for state in self.states.values() if state.call]
+        for chunk in (*self._queue, *(chunk for chunk in running if chunk is not None)):
+            if not chunk.rollouts.done():
+                chunk.rollouts.set_exception(error)
+        self._queue.clear()
 
-    def _take_weights(self, version: int, weights: tuple[Any, Rollouts], waited: float) -> None:
-        running = (member.work.version for member in self.members.values() if member.work)
-        needed = {*running, *(chunk.version for chunk in self._todo)}
-        self._weights = {old: sent for old, sent in self._weights.items() if old in needed} | {version: weights}
-        self._write(version, waited)
-        for name in set(self.crew.names()) - self.members.keys() - self._left:
-            self.members[name] = ReplicaState(name, away=time.monotonic())
-            self._begin(self.members[name], -1, None, self.crew.begin(name, "about"))
+    def _set_weights(self, version: int, weights: tuple[Any, Rollouts], idle_seconds: float) -> None:
+        running = (state.call.version for state in self.states.values() if state.call)
+        needed = {*running, *(chunk.version for chunk in self._queue)}
+        self._weights = {old: value for old, value in self._weights.items() if old in needed} | {version: weights}
+        self._write_log(version, idle_seconds)
+        for name in set(self.replicas.names()) - self.states.keys() - self._removed:
+            self.states[name] = ReplicaState(name, lost_since=time.monotonic())
+            self._start_call(self.states[name], -1, None, self.replicas.call(name, "status"))
 
-    def _give_out(self) -> None:
+    def _assign_chunks(self) -> None:
         now = time.monotonic()
-        for member in self.members.values():
-            if not self._todo:
+        for state in self.states.values():
+            if not self._queue:
                 return
-            if member.work is not None or member.again > now:
+            if state.call is not None or state.retry_at > now:
                 continue
-            version = self._todo[0].version
-            if member.version == version:
-                chunk = self._todo.popleft()
-                call = self.crew.begin(member.name, "draw", version, *chunk.args)
-                self._begin(member, version, chunk, call)
+            version = self._queue[0].version
+            if state.version == version:
+                chunk = self._queue.popleft()
+                future = self.replicas.call(state.name, "generate", version, *chunk.args)
+                self._start_call(state, version, chunk, future)
             else:
-                call = self.crew.load(member.name, self._weights[version][0], version, self.config)
-                self._begin(member, version, None, call)
+                future = self.replicas.load(state.name, self._weights[version][0], version, self.config)
+                self._start_call(state, version, None, future)
 
-    def _begin(self, member: ReplicaState, version: int, chunk: Chunk | None, call: Future[Any]) -> None:
-        member.work = Work(call, time.monotonic(), version, chunk)
-        call.add_done_callback(lambda done: self._events.put(partial(self._take, member, done)))
+    def _start_call(self, state: ReplicaState, version: int, chunk: Chunk | None, future: Future[Any]) -> None:
+        state.call = ReplicaCall(future, time.monotonic(), version, chunk)
+        future.add_done_callback(lambda done: self._events.put(partial(self._finish_call, state, done)))
 
-    def _take(self, member: ReplicaState, call: Future[Any]) -> None:
-        """A call is over: keep what it gave, or have it done by another."""
-        work = member.work
-        if work is None or work.call is not call:  # it came too late
+    def _finish_call(self, state: ReplicaState, future: Future[Any]) -> None:
+        """Keep the result of a call, or queue its chunk again."""
+        call = state.call
+        if call is None or call.future is not future:  # the replica was removed
             return
-        member.work, seconds = None, time.monotonic() - work.begun
+        state.call, seconds = None, time.monotonic() - call.begun
         try:
-            result = self.crew.result(call)
+            result = self.replicas.result(future)
         except ReplicaLostError as error:
-            self._lose(member, work, error)
+            self._handle_loss(state, call, error)
             return
-        if work.version < 0:
-            self.note({"event": "joined", "replica": member.name})
-        elif work.chunk is None:
-            self.check(member.name, work.version, self._weights[work.version][1], result)
-            member.version, member.loading = work.version, member.loading + seconds
+        if call.version < 0:
+            self.log({"event": "joined", "replica": state.name})
+        elif call.chunk is None:
+            self.check_probe(state.name, call.version, self._weights[call.version][1], result)
+            state.version, state.load_seconds = call.version, state.load_seconds + seconds
         else:
-            member.tokens, member.drawing = member.tokens + int(result.mask.sum()), member.drawing + seconds
-            if not work.chunk.drawn.done():  # as it is when all have failed
-                work.chunk.drawn.set_result(result)
-        member.away, member.late = None, False
+            state.tokens += int(result.mask.sum())
+            state.generate_seconds += seconds
+            if not call.chunk.rollouts.done():  # it is done if the dispatcher has failed
+                call.chunk.rollouts.set_result(result)
+        state.lost_since, state.is_killed = None, False
 
-    # ---- replicas that are lost
+    # ---- lost replicas
 
-    @property
-    def _start(self) -> float:
-        return max(self.deadline, START + self._engine)
-
-    def _end_late(self) -> None:
-        """One that takes too long is started again; if its work does not even end by that, it is left out."""
+    def _end_overdue_calls(self) -> None:
+        """Kill replicas whose calls exceed the deadline. Remove a replica if its call does not end even then."""
         now = time.monotonic()
-        for member in list(self.members.values()):
-            work = member.work
-            limit = self.deadline if member.version >= 0 else self._start
-            if work is None or work.version < 0 or work.call.done() or now - work.begun <= limit:
+        for state in list(self.states.values()):
+            call = state.call
+            limit = self.deadline if state.version >= 0 else self._startup_timeout
+            if call is None or call.version < 0 or call.future.done() or now - call.begun <= limit:
                 continue
-            if member.late:
-                member.work = None
-                self._lose(member, work, ReplicaLostError(f"it did not end within {limit:g} seconds", over=True))
+            if state.is_killed:
+                state.call = None
+                error = ReplicaLostError(f"it did not end within {limit:g} seconds", is_permanent=True)
+                self._handle_loss(state, call, error)
             else:
-                member.late, member.work = True, work._replace(begun=now)
-                self.crew.restart(member.name)
+                state.is_killed, state.call = True, call._replace(begun=now)
+                self.replicas.restart(state.name)
 
-    def _lose(self, member: ReplicaState, work: Work, error: ReplicaLostError) -> None:
-        """It starts again without weights; one that does not come back in time is left out."""
+    def _handle_loss(self, state: ReplicaState, call: ReplicaCall, error: ReplicaLostError) -> None:
+        """Queue the chunk again. Remove a replica that does not come back within the startup timeout."""
         now = time.monotonic()
-        if work.chunk is not None:
-            self._todo.appendleft(work.chunk)
-        member.version, member.again, member.late = -1, now + PAUSE, False
-        since, member.away = member.away, member.away or now
-        if since is None and not error.over:
-            member.lost += 1
-            self._say(member.name, "lost", "was lost, and others draw its responses until it is back", error)
-        if error.over or now - member.away > self._start:
-            del self.members[member.name]
-            self._left.add(member.name)
-            self._say(member.name, "left", "is left out from here on", error)
-        if not any(other.work is None or other.work.version >= 0 for other in self.members.values()):
-            raise RunError(f"no sampler of the cluster is left. Of {member.name}, the last, is known: {error}")
+        if call.chunk is not None:
+            self._queue.appendleft(call.chunk)
+        state.version, state.retry_at, state.is_killed = -1, now + RETRY_DELAY, False
+        was_lost, state.lost_since = state.lost_since is not None, state.lost_since or now
+        if not was_lost and not error.is_permanent:
+            state.num_losses += 1
+            self._report(state.name, "lost", "was lost; other replicas generate its responses until it is back", error)
+        if error.is_permanent or now - state.lost_since > self._startup_timeout:
+            del self.states[state.name]
+            self._removed.add(state.name)
+            self._report(state.name, "left", "was removed from the run", error)
+        if not any(other.call is None or other.call.version >= 0 for other in self.states.values()):
+            raise RunError(f"no sampler of the cluster is left. The last one, {state.name}, was lost: {error}")
 
-    def _say(self, name: str, event: str, words: str, error: ReplicaLostError) -> None:
-        sys.stderr.write(f"ascent: {name} {words} ({error})\n")
-        self.note({"event": event, "replica": name, "why": str(error)})
+    def _report(self, name: str, event: str, message: str, error: ReplicaLostError) -> None:
+        sys.stderr.write(f"ascent: {name} {message} ({error})\n")
+        self.log({"event": event, "replica": name, "why": str(error)})
 
-    def _write(self, version: int, waited: float) -> None:
-        """A line of records: what every replica has done since the last one."""
+    def _write_log(self, version: int, idle_seconds: float) -> None:
+        """Write a log line with the work of every replica since the last line."""
         now = time.monotonic()
-        each = {
-            member.name: {
-                "version": member.version,
-                "tokens": member.tokens,
-                "drawing": round(member.drawing, 4),
-                "loading": round(member.loading, 4),
-                "lost": member.lost,
-                "away": member.away is not None,
+        replicas = {
+            state.name: {
+                "version": state.version,
+                "tokens": state.tokens,
+                "drawing": round(state.generate_seconds, 4),
+                "loading": round(state.load_seconds, 4),
+                "lost": state.num_losses,
+                "away": state.lost_since is not None,
             }
-            for member in self.members.values()
+            for state in self.states.values()
         }
-        seconds = {"seconds": round(now - self._noted, 4), "waited": round(waited, 4)}
-        self.note({"version": version, **seconds, "replicas": each})
-        self._noted = now
-        for member in self.members.values():
-            member.tokens, member.drawing, member.loading, member.lost = 0, 0.0, 0.0, 0
+        seconds = {"seconds": round(now - self._last_logged, 4), "waited": round(idle_seconds, 4)}
+        self.log({"version": version, **seconds, "replicas": replicas})
+        self._last_logged = now
+        for state in self.states.values():
+            state.tokens, state.generate_seconds, state.load_seconds, state.num_losses = 0, 0.0, 0.0, 0

@@ -1,16 +1,16 @@
-"""How a replica fails."""
+"""Errors of replicas."""
 
 
 class ReplicaLostError(Exception):
-    """A replica has died, or has not the weights. `over`: it does not come back."""
+    """A replica has died or does not have the requested weights. `is_permanent`: it will not come back."""
 
-    def __init__(self, why: str, over: bool = False):
-        super().__init__(why, over)
-        self.why, self.over = why, over
+    def __init__(self, reason: str, is_permanent: bool = False):
+        super().__init__(reason, is_permanent)
+        self.reason, self.is_permanent = reason, is_permanent
 
     def __str__(self) -> str:
-        return self.why.partition("\n")[0]
+        return self.reason.partition("\n")[0]
 
 
 class ReplicaUnreachableError(ReplicaLostError):
-    """A replica lives, and weights did not reach it."""
+    """A replica is alive, but a transfer of weights to it failed."""

@@ -1,4 +1,4 @@
-"""The replicas of a run on a Ray cluster, as its learner calls them. Ray is imported when it is used."""
+"""The replicas of a run on a Ray cluster, as seen from the learner. Ray is imported on first use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ascent.core.errors import ConfigError, RunError
 from ascent.distributed.ranks import CLUSTER_VARIABLE, in_ray_cluster
 from ascent.distributed.replica_errors import ReplicaLostError
-from ascent.distributed.weight_transfer import WeightSender, WeightSnapshot, say_stored
+from ascent.distributed.weight_transfer import WeightSender, WeightSnapshot, report_object_store
 from ascent.inference.remote.server_process import STARTUP_TIMEOUT
 from ascent.rollout.replica_engine import ReplicaEngine, check_cluster
 
@@ -26,7 +26,7 @@ def import_ray() -> Any:
 
 
 class RayReplicas:
-    """The samplers of a run, by the names under which its cluster knows them. `device`: where rank 0 has the policy."""
+    """The replicas of a run, by the names of their Ray actors. `device`: that of the policy on rank 0."""
 
     def __init__(self, run: str, device: torch.device, deadline: float):
         self.ray, self.run = import_ray(), run
@@ -35,7 +35,7 @@ class RayReplicas:
         try:
             self.sender = WeightSender(self.ray.util.get_node_ip_address(), device, deadline)
         except (OSError, RuntimeError) as error:
-            say_stored("all samplers", f"rank 0 cannot listen for them: {error}")
+            report_object_store("all samplers", f"rank 0 cannot listen for them: {error}")
 
     def names(self) -> list[str]:
         return replica_names(self.ray, self.run)
@@ -45,23 +45,23 @@ class RayReplicas:
 
     def load(self, name: str, weights: WeightSnapshot, version: int, config: dict[str, Any]) -> Future[Any]:
         sender = self.sender
-        if sender is None or not sender.reaches(name):
-            weights.stored = weights.stored or self.ray.put(weights.params())
-            return self.begin(name, "load", weights.stored, version, config)
+        if sender is None or not sender.is_reachable(name):
+            weights.object_ref = weights.object_ref or self.ray.put(weights.params())
+            return self.call(name, "load", weights.object_ref, version, config)
         offer = sender.offer(weights)
-        call = self.begin(name, "receive", offer, version, config)
-        sender.begin(offer, weights, call)
-        call.add_done_callback(lambda done: sender.heed(name, getattr(e := done.exception(), "cause", e)))
+        call = self.call(name, "receive", offer, version, config)
+        sender.start(offer, weights, call)
+        call.add_done_callback(lambda done: sender.record_result(name, getattr(e := done.exception(), "cause", e)))
         return call
 
-    def begin(self, name: str, method: str, *args: Any) -> Future[Any]:
+    def call(self, name: str, method: str, *args: Any) -> Future[Any]:
         try:
             if name not in self.actors:
                 self.actors[name] = self.ray.get_actor(name, namespace=self.run)
             return getattr(self.actors[name], method).remote(*args).future()
-        except (ValueError, self.ray.exceptions.RayActorError) as error:  # it has gone since it was listed
+        except (ValueError, self.ray.exceptions.RayActorError) as error:  # it has ended since it was listed
             failed: Future[Any] = Future()
-            failed.set_exception(ReplicaLostError(str(error), over=True))
+            failed.set_exception(ReplicaLostError(str(error), is_permanent=True))
             return failed
 
     def result(self, call: Future[Any]) -> Any:
@@ -69,7 +69,9 @@ class RayReplicas:
         try:
             return call.result()
         except errors.RayActorError as error:
-            raise ReplicaLostError(str(error), over=not isinstance(error, errors.ActorUnavailableError)) from None
+            raise ReplicaLostError(
+                str(error), is_permanent=not isinstance(error, errors.ActorUnavailableError)
+            ) from None
         except errors.RayTaskError as error:
             if isinstance(error.cause, ReplicaLostError):
                 raise error.cause from None
@@ -85,7 +87,7 @@ def replica_names(ray: Any, run: str) -> list[str]:
 
 
 def cluster_replicas(device: torch.device, deadline: float) -> RayReplicas | None:
-    """The samplers of the run that this learner belongs to; None: it is not part of a cluster."""
+    """Return the replicas of the run that this learner belongs to; None: it is not part of a cluster."""
     if not in_ray_cluster():
         return None
     address, run = os.environ[CLUSTER_VARIABLE].split(" ")
@@ -96,15 +98,17 @@ def cluster_replicas(device: torch.device, deadline: float) -> RayReplicas | Non
 
 
 def join_cluster(parts: Any) -> Any:
-    """The parts of a run on its first rank: where it is part of a cluster, replicas draw for it."""
-    config, own = parts.config, getattr(parts.engine, "inner", parts.engine)
-    crew = cluster_replicas(getattr(parts.policy, "device", torch.device("cpu")), config.ranks.deadline)
-    if crew is None:
+    """Replace the engine of a run on rank 0 by its replicas, if the run is part of a cluster."""
+    config, local_engine = parts.config, getattr(parts.engine, "inner", parts.engine)
+    replicas = cluster_replicas(getattr(parts.policy, "device", torch.device("cpu")), config.ranks.deadline)
+    if replicas is None:
         return parts
     check_cluster(config)
-    count, engine = len(crew.names()), getattr(config.policy, "engine", "local")
-    slow = None if engine == "local" else STARTUP_TIMEOUT
-    parts.engine = ReplicaEngine(parts.engine, own, crew, config.to_dict(), config.ranks.deadline, slow)
+    count, engine = len(replicas.names()), getattr(config.policy, "engine", "local")
+    server_startup = None if engine == "local" else STARTUP_TIMEOUT
+    parts.engine = ReplicaEngine(
+        parts.engine, local_engine, replicas, config.to_dict(), config.ranks.deadline, server_startup
+    )
     parts.judged = parts.judged[0], parts.engine
     with_engine = "" if engine == "local" else f", each with {engine}"
     parts.notes += (f"{count} {'samplers draw' if count > 1 else 'sampler draws'} on the cluster{with_engine}",)

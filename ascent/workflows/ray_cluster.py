@@ -312,7 +312,7 @@ def cluster_status(address: str | None) -> list[dict[str, Any]]:
         for one in sorted(named, key=lambda a: (a["namespace"], a["name"])):
             line: dict[str, Any] = {"run": one["namespace"], "name": one["name"]}
             try:
-                call = ray.get_actor(one["name"], namespace=one["namespace"]).about.remote()
+                call = ray.get_actor(one["name"], namespace=one["namespace"]).status.remote()
                 found.append(line | ray.get(call, timeout=5) | {"state": "ready"})
             except ray.exceptions.GetTimeoutError:
                 found.append(line | {"state": "no answer"})
@@ -340,7 +340,7 @@ def remove_sampler(address: str | None, run: str | None, name: str) -> str:
             raise ConfigError(f"{name} is the last sampler of {run}. To end the run, press Ctrl-C where it was started")
         actor = ray.get_actor(name, namespace=run)
         with suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            ray.get(actor.leave.remote(), timeout=PLACED)
+            ray.get(actor.drain.remote(), timeout=PLACED)
         ray.kill(actor, no_restart=True)
         return run
 

@@ -40,8 +40,8 @@ CLOSING: list[ReplicaEngine] = []
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(replica_dispatch, "PAUSE", 0.001)
-    monkeypatch.setattr(replica_dispatch, "START", 0.0)
+    monkeypatch.setattr(replica_dispatch, "RETRY_DELAY", 0.001)
+    monkeypatch.setattr(replica_dispatch, "REPLICA_STARTUP_TIMEOUT", 0.0)
     yield
     while CLOSING:
         CLOSING.pop().close()
@@ -68,9 +68,9 @@ class Calls:
         return {name: one.clone() for name, one in params.items()}
 
     def load(self, name: str, weights: Any, version: int, config: dict[str, Any]) -> Future[Any]:
-        return self.begin(name, "load", weights, version, config)
+        return self.call(name, "load", weights, version, config)
 
-    def begin(self, name: str, method: str, *args: Any) -> Future[Any]:
+    def call(self, name: str, method: str, *args: Any) -> Future[Any]:
         self.calls += 1
         call: Future[Any] = Future()
         fate = self.fates.get(self.calls, "")
@@ -89,11 +89,11 @@ class Calls:
         if fate == "dies":
             raise ReplicaLostError("killed")
         if fate == "is over":
-            raise ReplicaLostError("killed for good", over=True)
+            raise ReplicaLostError("killed for good", is_permanent=True)
         if fate == "answers with other weights":
             args = ({k: v + 0.5 for k, v in args[0].items()}, *args[1:])
         found = getattr(self.replicas.setdefault(name, self.new()), method)(*args)
-        if method == "draw":
+        if method == "generate":
             self.drawn.setdefault(name, []).append(args[0])
         return found
 
@@ -142,18 +142,18 @@ def test_whoever_dies_at_whatever_call_no_token_changes(capsys: pytest.CaptureFi
     for call in range(1, 5):  # two loads, two draws
         crew = Calls(2, {call: "dies"})
         found, sampler = drawn(crew)
-        assert equal(found, alone()) and len(sampler.dispatch.members) == 2, call
-        assert "was lost, and others draw its responses" in capsys.readouterr().err
+        assert equal(found, alone()) and len(sampler.dispatcher.states) == 2, call
+        assert "was lost; other replicas generate its responses" in capsys.readouterr().err
     found, _ = drawn(Calls(2, {3: "dies", 4: "dies", 5: "dies"}))
     assert equal(found, alone())
 
 
 def test_a_replica_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_dispatch, "LOOK", 0.0)
+    monkeypatch.setattr(replica_dispatch, "TIMEOUT_CHECK_INTERVAL", 0.0)
     crew = Calls(2, {3: "hangs"})
     found, _ = drawn(crew, deadline=0.01)
     assert equal(found, alone()) and crew.was_restarted
-    monkeypatch.setattr(replica_dispatch, "START", 600.0)
+    monkeypatch.setattr(replica_dispatch, "REPLICA_STARTUP_TIMEOUT", 600.0)
     crew = Calls(2, {1: "hangs"})
     assert equal(drawn(crew, deadline=0.0)[0], alone()) and not crew.was_restarted, "a start takes its time"
 
@@ -168,12 +168,12 @@ class Stuck(Calls):
 def test_a_replica_whose_call_does_not_end_by_a_restart_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(replica_dispatch, "LOOK", 0.0)
+    monkeypatch.setattr(replica_dispatch, "TIMEOUT_CHECK_INTERVAL", 0.0)
     crew = Stuck(2, {3: "hangs"})
     found, sampler = drawn(crew, deadline=0.05)
     assert equal(found, alone())
     (stuck,) = crew.was_restarted
-    assert list(sampler.dispatch.members) == [name for name in crew.there if name != stuck]
+    assert list(sampler.dispatcher.states) == [name for name in crew.there if name != stuck]
     assert "it did not end within 0.05 seconds" in capsys.readouterr().err
 
 
@@ -181,7 +181,7 @@ def test_a_replica_whose_call_does_not_end_by_a_restart_is_left_out(
 def test_a_replica_that_does_not_come_back_is_left_out_and_the_last_one_ends_the_run() -> None:
     for fates in ({2: "is over"}, {4: "is over"}):
         found, sampler = drawn(Calls(2, fates))
-        assert equal(found, alone()) and len(sampler.dispatch.members) == 1
+        assert equal(found, alone()) and len(sampler.dispatcher.states) == 1
         assert equal(sampler.generate(FIVE, 3, seed=7), alone()), "it is not asked again"
     with pytest.raises(RunError, match="no sampler of the cluster is left"):
         drawn(Calls(1, {1: "is over"}))
@@ -198,8 +198,8 @@ def test_a_replica_with_other_weights_is_found_by_its_probe() -> None:
 
 def test_a_replica_that_has_no_weights_draws_nothing() -> None:
     with pytest.raises(ReplicaLostError, match="version -1"):
-        Replica(sampler_from).draw(1, FIVE[torch.arange(1)], 1, None, None)
-    assert Replica(sampler_from).about()["version"] == -1
+        Replica(sampler_from).generate(1, FIVE[torch.arange(1)], 1, None, None)
+    assert Replica(sampler_from).status()["version"] == -1
 
 
 def test_what_a_cluster_cannot_do_is_refused_before_anything_starts(
@@ -224,7 +224,7 @@ def test_what_a_cluster_cannot_do_is_refused_before_anything_starts(
         (("resume",), "takes the run's folder"),
         (("resume", "nowhere"), "there is no such folder"),
         ((*train, "--tools", "calculator"), "played by the learner"),
-        ((*train, *engine), "each replica starts a server of its own"),
+        ((*train, *engine), "each replica starts its own server"),
         ((*train, *nccl), "share a GPU"),
         ((*train, "--stepz", 1), "no such flag"),
     ]
@@ -260,7 +260,7 @@ def two_steps(crew: Any, hold: bool = False) -> tuple[list[Rollouts], ReplicaEng
         place = torch.cat([one.prompt_indices for one in parts])
         assert sorted(place.tolist()) == [0, 1, 2, 3, 4], "each group once"
         found.append(join([one.rollouts for one in parts]).select(place.argsort()))
-        sampler.load({name: p + 0.1 for name, p in sampler.own.lm.trained().items()}, step + 2)
+        sampler.load({name: p + 0.1 for name, p in sampler.probe_engine.lm.trained().items()}, step + 2)
         for name in list(crew.hanging):
             crew.restart(name)
     assert sampler.pending == ()
@@ -288,17 +288,17 @@ def test_a_sampler_that_joins_gets_weights_first_and_one_that_leaves_draws_nothi
     crew = Calls(1)
     one, sampler = drawn(crew)
     crew.there.append("sampler-1")
-    sampler.load(sampler.own.lm.trained(), 2)
+    sampler.load(sampler.probe_engine.lm.trained(), 2)
     until_drawn = sampler.generate(FIVE, 3, seed=7)  # greeted by now
     two = sampler.generate(FIVE, 3, seed=7)
-    assert set(crew.drawn["sampler-1"]) == {2} and sampler.dispatch.width == 2
+    assert set(crew.drawn["sampler-1"]) == {2} and sampler.dispatcher.num_chunks == 2
     assert torch.equal(one.response, two.response) and torch.equal(until_drawn.response, two.response)
-    crew.replicas["sampler-0"].leave()
+    crew.replicas["sampler-0"].drain()
     count = len(crew.drawn["sampler-0"])
     assert equal(sampler.generate(FIVE, 3, seed=7), two), "the cut stays, so the bits do"
-    assert list(sampler.dispatch.members) == ["sampler-1"] and len(crew.drawn["sampler-0"]) == count
-    sampler.load(sampler.own.lm.trained(), 3)
-    assert equal(sampler.generate(FIVE, 3, seed=7), two) and "sampler-0" not in sampler.dispatch.members
+    assert list(sampler.dispatcher.states) == ["sampler-1"] and len(crew.drawn["sampler-0"]) == count
+    sampler.load(sampler.probe_engine.lm.trained(), 3)
+    assert equal(sampler.generate(FIVE, 3, seed=7), two) and "sampler-0" not in sampler.dispatcher.states
 
 
 # ---- records
@@ -310,7 +310,7 @@ def test_records_say_who_drew_what_and_who_was_lost(tmp_path: Path, capsys: pyte
     for version in (2, 3):
         sampler.submit([RolloutRequest(version - 2, FIVE, 3, seed=7)])
         list(sampler.iter_finished(version - 2, 60))
-        sampler.load(sampler.own.lm.trained(), version)
+        sampler.load(sampler.probe_engine.lm.trained(), version)
     sampler.close()
     learners, *rows = replicas_of(tmp_path)
     assert learners["version"] == 3 and 0 <= learners["idle"] <= 1
@@ -373,8 +373,8 @@ class Local(Calls):
     def close(self) -> None:
         """End the servers of all replicas: one that is lost here leaves its own running."""
         for replica in self.made:
-            if replica.sampler is not None:
-                replica.sampler.close()
+            if replica.engine is not None:
+                replica.engine.close()
 
 
 def trained(folder: Path, crew: Calls | None, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
@@ -436,7 +436,7 @@ class Ends(Local):
     """Whose replicas end for good when they are to draw with version 2."""
 
     def do(self, name: str, method: str, fate: str, *args: Any) -> Any:
-        return super().do(name, method, "is over" if method == "draw" and args[0] == 2 else fate, *args)
+        return super().do(name, method, "is over" if method == "generate" and args[0] == 2 else fate, *args)
 
 
 @pytest.mark.smoke

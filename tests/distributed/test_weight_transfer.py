@@ -28,8 +28,8 @@ SECONDS = 60.0
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(weight_transfer, "PIECE", 1000)
-    monkeypatch.setattr(replica_dispatch, "PAUSE", 0.001)
+    monkeypatch.setattr(weight_transfer, "BUCKET_NUMEL", 1000)
+    monkeypatch.setattr(replica_dispatch, "RETRY_DELAY", 0.001)
     yield
     while CLOSING:
         CLOSING.pop().close()
@@ -57,12 +57,12 @@ def test_all_parameters_arrive_as_they_were_at_the_snapshot(monkeypatch: pytest.
     weights, sender = WeightSnapshot(params), WeightSender(HERE, CPU, SECONDS)
     for p in params.values():
         p.zero_()
-    assert len(weights.pieces) > 4 and same(weights.params(), expected)
+    assert len(weights.buckets) > 4 and same(weights.params(), expected)
     with ThreadPoolExecutor(3) as pool:  # three at once, each with its own copy
         offers = [sender.offer(weights) for _ in range(3)]
         calls = [pool.submit(taken, offer) for offer in offers]
         for offer, call in zip(offers, calls, strict=True):
-            sender.begin(offer, weights, call)
+            sender.start(offer, weights, call)
         assert all(same(call.result(SECONDS), expected) for call in calls)
 
 
@@ -79,7 +79,7 @@ def test_the_store_listens_at_one_address_and_a_replica_on_the_same_gpu_uses_glo
         raise RuntimeError("Duplicate GPU detected\nand more")
 
     monkeypatch.setattr(weight_transfer, "make_process_group", refuse)
-    monkeypatch.setattr(weight_transfer, "gpu_name", lambda device: "GPU-a" if device.type == "cuda" else "")
+    monkeypatch.setattr(weight_transfer, "gpu_uuid", lambda device: "GPU-a" if device.type == "cuda" else "")
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     offer = sender.offer(WeightSnapshot(mixed()))
     for device, gpu in (("cuda", "GPU-b"), ("cuda", "GPU-a"), ("cuda", ""), ("cpu", "GPU-b")):
@@ -107,11 +107,11 @@ def test_a_replica_that_dies_or_hangs_in_the_middle_holds_up_nobody(
     sender, never = WeightSender(HERE, CPU, deadline), Future[Any]()
     offer = sender.offer(weights)
     ill = Forked(lambda: ends_in_the_middle(offer, number), tmp_path)
-    sending = sender.begin(offer, weights, never)
+    sending = sender.start(offer, weights, never)
     with ThreadPoolExecutor(1) as pool:
         other = sender.offer(weights)
         call = pool.submit(taken, other)
-        sender.begin(other, weights, call)
+        sender.start(other, weights, call)
         assert same(call.result(SECONDS), weights.params()), "another gets its weights meanwhile"
     sending.join(SECONDS)
     assert not sending.is_alive(), "it ends by itself"
@@ -127,10 +127,10 @@ def test_a_replica_is_told_when_rank_0_ends_in_the_middle_or_never_comes(monkeyp
     offer = sender.offer(weights)
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(taken, offer)
-        sender.begin(offer, cut, call)
+        sender.start(offer, cut, call)
         with pytest.raises(ReplicaUnreachableError, match=r"did not arrive by gloo: .*Connection"):
             call.result(SECONDS)
-    monkeypatch.setattr(weight_transfer, "JOIN", 0.2)
+    monkeypatch.setattr(weight_transfer, "JOIN_TIMEOUT", 0.2)
     with pytest.raises(ReplicaUnreachableError, match="did not arrive by gloo"):
         taken(sender.offer(weights))
     with pytest.raises(ReplicaUnreachableError, match="did not arrive by gloo"):
@@ -139,7 +139,7 @@ def test_a_replica_is_told_when_rank_0_ends_in_the_middle_or_never_comes(monkeyp
 
 def test_rank_0_does_not_wait_for_a_replica_whose_call_is_over() -> None:
     weights, sender, call = WeightSnapshot(mixed()), WeightSender(HERE, CPU, SECONDS), Future[Any]()
-    sending = sender.begin(sender.offer(weights), weights, call)
+    sending = sender.start(sender.offer(weights), weights, call)
     assert sending.is_alive()
     call.set_exception(ReplicaLostError("killed"))
     sending.join(SECONDS)
@@ -161,14 +161,14 @@ class Sent(Calls):
         return WeightSnapshot(params)
 
     def load(self, name: str, weights: WeightSnapshot, version: int, config: dict[str, Any]) -> Future[Any]:
-        if not self.sender.reaches(name):
+        if not self.sender.is_reachable(name):
             self.ways.append((name, "store"))
-            return self.begin(name, "load", weights.params(), version, config)
+            return self.call(name, "load", weights.params(), version, config)
         self.ways.append((name, "gloo"))
         offer = self.sender.offer(weights)
         call = self.pools[name].submit(self.reach, name, offer, version, config)
-        self.sender.begin(offer, weights, call)
-        call.add_done_callback(lambda done: self.sender.heed(name, done.exception()))
+        self.sender.start(offer, weights, call)
+        call.add_done_callback(lambda done: self.sender.record_result(name, done.exception()))
         return call
 
     def reach(self, name: str, *args: Any) -> Any:
@@ -185,7 +185,7 @@ def test_replicas_that_are_sent_weights_draw_what_one_sampler_draws_and_others_g
     sampler = begun(crew)
     assert equal(sampler.generate(FIVE, 3, seed=7), alone())
     for version in (2, 3):
-        sampler.load(sampler.own.lm.trained(), version)
+        sampler.load(sampler.probe_engine.lm.trained(), version)
         for _ in range(200 if version == 2 else 0):
             assert equal(sampler.generate(FIVE, 3, seed=7), alone())
             if ("sampler-1", "store") in crew.ways:
@@ -207,7 +207,7 @@ def test_a_replica_whose_weights_broke_off_draws_nothing_until_it_has_all() -> N
 
     def load(sent: WeightSnapshot, version: int) -> None:
         offer, call = sender.offer(weights), Future[Any]()
-        sending = sender.begin(offer, sent, call)
+        sending = sender.start(offer, sent, call)
         try:
             replica.receive(offer, version, {})
         finally:
@@ -219,7 +219,7 @@ def test_a_replica_whose_weights_broke_off_draws_nothing_until_it_has_all() -> N
     with pytest.raises(ReplicaUnreachableError):
         load(cut, 2)
     with pytest.raises(ReplicaLostError, match="version -1"):
-        replica.draw(1, FIVE, 3, None, None)
+        replica.generate(1, FIVE, 3, None, None)
     load(weights, 3)
-    assert replica.draw(3, FIVE, 3, None, None).response.shape[:2] == (5, 3)
+    assert replica.generate(3, FIVE, 3, None, None).response.shape[:2] == (5, 3)
     assert threading.active_count() < 50

@@ -387,7 +387,7 @@ def test_state_in_bfloat16_needs_parameters_in_bfloat16(settings: Any, words: st
 
 
 def fake_config(form: str = "auto", update: Any = None, reference: bool = False) -> Any:
-    algorithm = SimpleNamespace(update=update or Adam(), reference=SimpleNamespace(kept=reference))
+    algorithm = SimpleNamespace(update=update or Adam(), reference=SimpleNamespace(enabled=reference))
     return SimpleNamespace(policy=SimpleNamespace(optimizer_state=form), algorithm=algorithm)
 
 
@@ -409,7 +409,7 @@ def test_auto_takes_float32_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> No
     assert in_bfloat16(fake_config(), lm, None, SINGLE_PROCESS)
     assert not in_bfloat16(fake_config("float32"), lm, None, SINGLE_PROCESS)
     assert not in_bfloat16(fake_config(update=TrustRegion()), lm, None, SINGLE_PROCESS)
-    assert not in_bfloat16(fake_config(), lm, None, SimpleNamespace(size=2)), "ranks sum in float32"  # type: ignore[arg-type]
+    assert not in_bfloat16(fake_config(), lm, None, SimpleNamespace(world_size=2)), "ranks sum in float32"  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="they are in float64"):
         in_bfloat16(fake_config("bfloat16"), model_of(), None, SINGLE_PROCESS)
 

@@ -223,7 +223,7 @@ class RemoteConversationEngine(RemoteEngine):
             return pending.rollouts
         seeds = self._seeds(pending.request) if pending.seeds is None else pending.seeds
         rollouts = self._generate_now(pending.request, seeds, None)
-        self.timeline.merge(self.latest)
+        self.timeline.merge(self.latest_timeline)
         return rollouts
 
     def _generate_now(self, request: RolloutRequest, seeds: Tensor, limit: int | None) -> Rollouts:
@@ -238,7 +238,7 @@ class RemoteConversationEngine(RemoteEngine):
                 conversations.queue, self.server_pool, self.lm, self.version, self.health_check_interval
             )
             forwarder.run()
-            self.latest = forwarder.timeline
+            self.latest_timeline = forwarder.timeline
             max_tokens = min(limit, self.max_sampled_tokens or limit)
             temperature = 1.0 if request.greedy else self.temperature
             return rollouts_from_conversations(
