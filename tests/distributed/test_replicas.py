@@ -221,7 +221,7 @@ def test_what_a_cluster_cannot_do_is_refused_before_anything_starts(
         (("add",), "add COUNT"),
         (("add", "0"), "is 1 or more"),
         (("status", "nowhere"), "there is no such folder"),
-        (("resume",), "takes the run's folder"),
+        (("resume",), "takes only the run's folder"),
         (("resume", "nowhere"), "there is no such folder"),
         ((*train, "--tools", "calculator"), "played by the learner"),
         ((*train, *engine), "each replica starts its own server"),
