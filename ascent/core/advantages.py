@@ -1,11 +1,11 @@
-"""Credit: how a reward becomes δ, the factor on ∇ log π. One frozen dataclass per choice.
+"""Advantages: how rewards become A, the factor on ∇ log π. One frozen dataclass per choice.
 
-A group credit sees the scored responses of a prompt, `[prompt sample]`. A response whose reward
-failed gets 0 and is left out of G; a group of one gets 0. With a reward per token, R is the
-reward-to-go from that token. Means are then taken at each token index over the whole group, where
-responses that have ended count as 0; std and maximum are those of the totals.
+A group-relative advantage compares the G responses to a prompt, `[prompt sample]`. A response whose reward failed has
+advantage 0 and is not counted in G; a group of one has advantage 0. With a reward per token, R is the reward-to-go
+from that token: means are then taken at each token index over the whole group, where responses that have ended count
+as 0, and std and maximum are those of the totals.
 
-A docstring's "Bias:" is that of the gradient, with sequence-sum weights and on the policy's own samples.
+"Bias:" in a docstring is that of the gradient, with sequence-sum weights and on the policy's own samples.
 """
 
 from dataclasses import dataclass
@@ -23,19 +23,19 @@ Keep = Bool[Tensor, "prompt sample 1"]
 
 
 def _group(batch: Batch) -> tuple[Advantages, Keep, Float[Tensor, "prompt 1 1"]]:
-    """R (0 where the reward failed), which responses count, and how many of them a group has."""
+    """Return R (0 where the reward failed), the mask of valid responses, and their number in each group."""
     keep = batch.valid.unsqueeze(-1)
     R = torch.where(keep, reward_to_go(batch.reward), 0.0)
     return R, keep, keep.sum(1, keepdim=True).to(R.dtype)
 
 
 def _total(R: Advantages) -> Float[Tensor, "prompt sample 1"]:
-    """The reward of the whole response: the reward-to-go of its first token."""
+    """Return the reward of the whole response: the reward-to-go of its first token."""
     return R[..., :1]
 
 
 def all_equal(total: Tensor, keep: Tensor) -> Bool[Tensor, "prompt 1 1"]:
-    """Groups whose counted rewards are all the same number, tested exactly: max == min.
+    """Return the groups whose valid rewards are exactly equal: max == min.
 
     Centering in float32 leaves a rounding error in such a group, and a small ε would amplify it.
     """
@@ -44,19 +44,19 @@ def all_equal(total: Tensor, keep: Tensor) -> Bool[Tensor, "prompt 1 1"]:
     return high <= low
 
 
-def whiten(credit: Advantages, batch: Batch, eps: float) -> Advantages:
-    """(δ − mean) / (std + ε), both over the counted tokens of the batch, ddof 1; 0 where all are equal."""
-    tokens = credit.expand_as(batch.loss_mask)[batch.loss_mask]
+def whiten(advantage: Advantages, batch: Batch, eps: float) -> Advantages:
+    """Return (A − mean) / (std + ε), both over the batch's loss mask, ddof 1; 0 if all are equal."""
+    tokens = advantage.expand_as(batch.loss_mask)[batch.loss_mask]
     if tokens.numel() < 2 or bool(tokens.max() == tokens.min()):
-        return torch.zeros_like(credit)
-    return (credit - tokens.mean()) / (tokens.std() + eps)
+        return torch.zeros_like(advantage)
+    return (advantage - tokens.mean()) / (tokens.std() + eps)
 
 
 class Advantage:
-    """A credit: called with a batch and the loop's state, it returns δ."""
+    """An advantage estimator: called with a batch and the loop's state, it returns A."""
 
     group_relative: ClassVar[bool] = True
-    """Does it compare the responses to the same prompt?"""
+    """Whether it compares the responses to the same prompt."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """Batch fields that it reads beyond reward, mask and valid."""
 
@@ -64,11 +64,11 @@ class Advantage:
         raise NotImplementedError
 
     def initial_state(self) -> State:
-        """What it remembers, before the first step."""
+        """Return its state before the first step."""
         return {}
 
     def update_state(self, batch: Batch, state: State) -> State:
-        """What it remembers after a step."""
+        """Return its state after a step."""
         return state
 
 
@@ -76,7 +76,7 @@ class Advantage:
 class Raw(Advantage):
     """The reward itself (REINFORCE).
 
-    δ = R
+    A = R
     Williams 1992. Bias: none, because E[R ∇log π] is ∇E[R]. The variance grows with the size of the
     reward, so adding a constant to every reward makes it worse. A group of one is fine.
     """
@@ -91,7 +91,7 @@ class Raw(Advantage):
 class Centered(Advantage):
     """The reward minus its group's mean.
 
-    δ_i = R_i − (1/G) Σ_j R_j
+    A_i = R_i − (1/G) Σ_j R_j
     Liu et al. 2025 (Dr. GRPO). Bias: in length only. A response is in its own mean, so the
     expectation is (G−1)/G of the gradient. Degenerate case: a group of one gives 0.
     """
@@ -105,7 +105,7 @@ class Centered(Advantage):
 class LeaveOneOut(Advantage):
     """The reward minus the mean of the group's other responses (RLOO).
 
-    δ_i = R_i − (1/(G−1)) Σ_{j≠i} R_j = G/(G−1) · centered
+    A_i = R_i − (1/(G−1)) Σ_{j≠i} R_j = G/(G−1) · centered
     Kool et al. 2019, Ahmadian et al. 2024. Bias: none, because the baseline does not see response i.
     At small G on 0/1 rewards its variance can exceed raw's. Degenerate case: a group of one gives 0.
     """
@@ -119,7 +119,7 @@ class LeaveOneOut(Advantage):
 class Normalized(Advantage):
     """The centered reward over its group's standard deviation (GRPO).
 
-    δ_i = (R_i − mean) / (std + ε),  std² = Σ (R_j − mean)² / (G − ddof)
+    A_i = (R_i − mean) / (std + ε),  std² = Σ (R_j − mean)² / (G − ddof)
     Shao et al. 2024. Bias: in direction. Each group is scaled by its own 1/std, from the same
     samples, so nearly solved and nearly hopeless prompts count more than those in between.
     Degenerate cases: a group of one gives 0, and so does an all-equal one (tested as max == min).
@@ -138,16 +138,16 @@ class Normalized(Advantage):
         R, keep, n = _group(batch)
         total, centered = _total(R), Centered()(batch, state)
         squares = _total(centered).square().sum(1, keepdim=True)
-        δ = centered / ((squares / (n - self.ddof).clamp(min=1)).sqrt() + self.eps)
-        return torch.where(all_equal(total, keep) | (n < 2), 0.0, δ)
+        A = centered / ((squares / (n - self.ddof).clamp(min=1)).sqrt() + self.eps)
+        return torch.where(all_equal(total, keep) | (n < 2), 0.0, A)
 
 
 @dataclass(frozen=True)
 class BestOnly(Advantage):
     """The reward, but only for the best responses of the group.
 
-    δ_i = R_i if R_i = max_j R_j else 0      (ties kept)
-    CS336 lecture 17 calls it "max". Bias: in direction. It maximises something between the mean and
+    A_i = R_i if R_i = max_j R_j else 0      (ties kept)
+    CS336 lecture 17 calls it "max". Bias: in direction. It maximizes something between the mean and
     the best of G. Degenerate case: an all-equal group keeps every reward; a group of one gives 0.
     """
 
@@ -162,9 +162,9 @@ class BestOnly(Advantage):
 class RunningMean(Advantage):
     """The reward minus a mean kept over the steps.
 
-    δ = R − b;  afterwards b ← m·b + (1−m)·(mean reward of this step),  b = 0 at first
+    A = R − b;  afterwards b ← m·b + (1−m)·(mean reward of this step),  b = 0 at first
     Williams 1992's reinforcement baseline. Bias: none, because b was fixed before the samples were
-    drawn. Degenerate case: in the first step b = 0 and the credit is raw.
+    drawn. Degenerate case: in the first step b = 0 and A = R.
     """
 
     momentum: float = 0.9
@@ -194,9 +194,9 @@ class RunningMean(Advantage):
 class Greedy(Advantage):
     """The reward minus that of one greedy response to the same prompt (ReMax).
 
-    δ = R − R(greedy response)
+    A = R − R(greedy response)
     Li et al. 2023. Bias: none, because the greedy response is scored and never trained on. It costs
-    one more response per prompt. Degenerate case: when sampling has become greedy, δ = 0.
+    one more response per prompt. Degenerate case: when sampling has become greedy, A = 0.
     """
 
     group_relative = False
@@ -243,8 +243,8 @@ class OptimalBaseline(Advantage):
 class BatchNormalized(Advantage):
     """The reward-to-go of each token, normalized over the whole batch (REINFORCE++).
 
-    δ_t = (R_t − mean) / (std + ε),  mean and std (ddof 1) over all unmasked tokens of the batch
-    Hu et al. 2025. With a KL in the reward per token, R_t has the KL still to come subtracted.
+    A_t = (R_t − mean) / (std + ε),  mean and std (ddof 1) over all unmasked tokens of the batch
+    Hu et al. 2025. With a KL penalty per token, R_t contains the penalties of all later tokens.
     Bias: in direction, less with a larger batch: the mean contains the sample itself, and long
     responses weigh more in it. Degenerate case: a batch of equal rewards gives exactly 0.
     """
@@ -260,9 +260,9 @@ class BatchNormalized(Advantage):
 
 @dataclass(frozen=True)
 class ByTurn(Advantage):
-    """The reward from here on, minus what the group's others earned from the same turn on.
+    """The reward from here on, minus the mean of the group's other responses from the same turn on.
 
-    δ_i,t = R_i,t − (1/(G−1)) Σ_{j≠i} R_j(k),  k the turn of token t, R_j(k) that of turns k, k+1, …
+    A_i,t = R_i,t − (1/(G−1)) Σ_{j≠i} R_j(k),  k the turn of token t, R_j(k) that of turns k, k+1, …
     For conversations: turns are compared with turns, wherever their tokens stand. A response that
     ended before turn k counts as 0. Bias: none, because the baseline does not see response i. (A
     mean over only those that reached turn k is biased: whether i is among them depends on i.)

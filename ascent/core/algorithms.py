@@ -50,12 +50,12 @@ MENU = {
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One choice per axis. What a row does not name is off."""
+    """One choice per axis. By default an axis is off."""
 
     advantage: Advantage = Raw()
-    """Credit: how a reward becomes δ."""
+    """How rewards become advantages A."""
     loss: Loss = LogProb()
-    """Surrogate: what is maximised per token, given δ."""
+    """The surrogate: what is maximized per token, given A."""
     weights: Weights = SequenceSum()
     """Aggregation: the weight of each token."""
     kl: KL = NoKL()
@@ -71,7 +71,7 @@ class Algorithm:
     shaping: Shaping = NoShaping()
     """What a response's length does to its reward."""
     critic: Critic = NoCritic()
-    """The value function that credit is taken from."""
+    """The value function from which advantages are computed."""
     update: Update = Adam()
     """How a step is taken."""
 
@@ -90,8 +90,8 @@ class Algorithm:
         critic = f"with --critic {name_of(self.critic)}"
         if valued != self.critic.enabled:
             raise ConfigError(
-                f"--advantage {name_of(self.advantage)} {critic}: credit from values needs a critic, and other "
-                "credit does not use one. Set --advantage gae and --critic own-critic, or neither"
+                f"--advantage {name_of(self.advantage)} {critic}: an advantage from values needs a critic, and "
+                "others do not use one. Set --advantage gae and --critic own-critic, or neither"
             )
         if self.update.full_batch and self.critic.shared:
             why = "what the critic learns would move the policy out of the region. Set --critic own-critic"
@@ -100,36 +100,36 @@ class Algorithm:
 
     @property
     def sequence(self) -> bool:
-        """Has its surrogate one term per response? Credit per token makes it one per token."""
+        """Return whether the surrogate has one term per response; advantages per token make it one per token."""
         per_token = "value" in self.advantage.needs or (self.kl.where == "reward" and self.kl.per == "token")
         return self.loss.sequence and not per_token
 
     @property
     def needs(self) -> frozenset[str]:
-        """The batch fields that these choices read beyond tokens, mask, reward and logp."""
+        """Return the batch fields that these choices read beyond tokens, mask, reward and logp."""
         exact = self.kl.where == "reward" and self.kl.estimator == "exact"
         old = ["logp_old"] * self.correction.enabled
         return self.advantage.needs.union(["logp_ref"] * self.reference.enabled, ["kl_full"] * exact, old)
 
     @property
     def outputs(self) -> frozenset[str]:
-        """What the training forward must compute in addition to logp, with a gradient."""
+        """Return what the training forward pass must compute with gradients, besides logp."""
         exact = ["kl_full"] * (self.kl.where == "loss" and self.kl.estimator == "exact")
         bonus = ["entropy"] * (not isinstance(self.exploration, NoBonus))
         return frozenset(exact + bonus + ["value"] * self.critic.shared)
 
     def initial_state(self) -> State:
-        """What the choices remember, before the first step."""
+        """Return the state of the choices before the first step."""
         return self.advantage.initial_state() | ({} if self.kl.where == "nowhere" else {"kl_coef": self.kl.coef})
 
     def exclude_responses(self, batch: Batch) -> Batch:
-        """The batch with the responses marked that are not trained on: truncated, or rejected by the correction."""
-        found = [batch.truncated] if self.groups.mask_truncated else []
-        found += [self.correction.rejected(batch)] if self.correction.geometric is not None else []
-        return batch.add(excluded=found[0] | found[-1]) if found else batch
+        """Mark the responses that are not trained on: truncated ones, and those that the correction rejects."""
+        excluded = [batch.truncated] if self.groups.mask_truncated else []
+        excluded += [self.correction.rejected(batch)] if self.correction.geometric is not None else []
+        return batch.add(excluded=excluded[0] | excluded[-1]) if excluded else batch
 
     def shape_rewards(self, batch: Batch, state: State) -> Batch:
-        """The batch with the reward that credit is computed from: shaped by length, minus the KL."""
+        """Return the batch with the reward from which advantages are computed: shaped by length, minus the KL."""
         extra = self.shaping(batch)
         if extra is not None:
             batch = batch.add(reward=add_outcome(batch, extra))
@@ -140,67 +140,67 @@ class Algorithm:
         return batch
 
     def compute_advantages(self, batch: Batch, state: State) -> tuple[Batch, State]:
-        """δ for every response, and the factor for the gap between sampler and trainer."""
-        weighed, batch = batch, self.exclude_responses(batch)
-        credited = self.shape_rewards(batch, state)
-        δ = self.advantage(credited, state)
-        if δ.shape[:-1] != batch.valid.shape or δ.shape[-1] not in (1, batch.mask.shape[-1]):
+        """Add advantages, returns and importance weights to the batch; return it and the choices' next state."""
+        correction, batch = self.correction(batch), self.exclude_responses(batch)
+        shaped = self.shape_rewards(batch, state)
+        A = self.advantage(shaped, state)
+        if A.shape[:-1] != batch.valid.shape or A.shape[-1] not in (1, batch.mask.shape[-1]):
             raise ConfigError(
-                f"--advantage {name_of(self.advantage)} returned {list(δ.shape)}: credit is [prompt sample 1], or "
+                f"--advantage {name_of(self.advantage)} returned {list(A.shape)}: an advantage is [prompt sample 1] or "
                 f"[prompt sample token], here {[*batch.valid.shape, 1]} or {list(batch.mask.shape)}"
             )
-        returns = self.advantage.returns(credited) if isinstance(self.advantage, Valued) else None
-        batch = batch.add(advantage=δ, returns=returns, correction=self.correction(weighed))
-        return batch, self.advantage.update_state(credited, state)
+        returns = self.advantage.returns(shaped) if isinstance(self.advantage, Valued) else None
+        batch = batch.add(advantage=A, returns=returns, correction=correction)
+        return batch, self.advantage.update_state(shaped, state)
 
     def scalars(self, state: State, progress: float) -> dict[str, float]:
-        """The numbers of this step that a loss or an update reads."""
+        """Return the numbers of this step that losses and updates read."""
         return {"entropy_coef": self.exploration(progress), "kl_coef": state.get("kl_coef", 0.0), "progress": progress}
 
     def objective(self, mini: Batch, out: Outputs) -> Terms:
-        """What is maximised: Σ weight · (surrogate − β·KL + c·entropy) − c_v · value loss, with sums to report.
+        """Return Σ weight · (surrogate − β·KL + c·entropy) − c_v · value loss, to be maximized, with sums to report.
 
         A pure function of a mini-batch and of what the learner computed for it.
         """
         assert mini.advantage is not None and mini.weight is not None
         if (whole := self.loss.terms(mini, out)) is not None:
             return whole
-        counted, now = mini.loss_mask, out.logp.detach()
-        logp_old = now if mini.logp_old is None else mini.logp_old.where(counted, now)  # 0·∞ would be no number
-        surrogate = self.loss(out.logp, logp_old, mini.advantage, counted)
+        mask, now = mini.loss_mask, out.logp.detach()
+        logp_old = now if mini.logp_old is None else mini.logp_old.where(mask, now)  # 0·∞ would be NaN
+        surrogate = self.loss(out.logp, logp_old, mini.advantage, mask)
         if mini.correction is not None:
             surrogate = surrogate * mini.correction
         objective = _total(mini.weight, surrogate)
-        sums = {"entropy": (out.entropy.detach() * counted).sum()}
+        sums = {"entropy": (out.entropy.detach() * mask).sum()}
         if mini.logp_ref is not None:
             full = out.kl_full if out.kl_full is not None else mini.kl_full
-            kl = estimate_kl(self.kl.estimator, out.logp, mini.logp_ref.where(counted, now), full)
+            kl = estimate_kl(self.kl.estimator, out.logp, mini.logp_ref.where(mask, now), full)
             if self.kl.importance:
-                kl = torch.exp(self.loss.log_ratio(out.logp - logp_old, counted)) * kl
+                kl = torch.exp(self.loss.log_ratio(out.logp - logp_old, mask)) * kl
             if self.kl.where == "loss":
                 objective = objective - mini.kl_coef * _total(mini.weight, kl)
-            sums["kl"] = (kl.detach() * counted).sum()
+            sums["kl"] = (kl.detach() * mask).sum()
         if mini.entropy_coef:
             objective = objective + mini.entropy_coef * _total(mini.weight, out.entropy)
         if out.value is not None:
             values = self.critic.loss(mini, out.value).flatten()
             objective = objective - self.critic.coef / max(mini.tokens, 1) * values[0]
             sums |= zip(VALUE_SUMS, values.detach(), strict=False)
-        clips = self.loss.clipped(now, logp_old, mini.advantage, counted)
+        clips = self.loss.clipped(now, logp_old, mini.advantage, mask)
         if clips is not None:
-            sums["clip_ratio/low_mean"] = (clips[0] & counted).sum()
-            sums["clip_ratio/high_mean"] = (clips[1] & counted).sum()
+            sums["clip_ratio/low_mean"] = (clips[0] & mask).sum()
+            sums["clip_ratio/high_mean"] = (clips[1] & mask).sum()
         return Terms(objective, sums)
 
     def update_state(self, state: State, metrics: Metrics) -> State:
-        """Adaptive coefficients, once a step's metrics are known; without an update there is no KL to adapt to."""
+        """Adapt the KL coefficient to the step's KL; a step without an update has none."""
         if self.kl.target is None or "kl" not in metrics:
             return state
         return {**state, "kl_coef": adapt(state["kl_coef"], metrics["kl"], self.kl.target)}
 
 
 def _total(weight: Float[Tensor, "prompt sample token"], term: Float[Tensor, "prompt sample #token"]) -> Tensor:
-    """Σ weight · term; a term of a whole response takes the sum of its tokens' weights."""
+    """Return Σ weight · term; a term per response is weighted by the sum of its tokens' weights."""
     if term.shape[-1] != weight.shape[-1]:
         weight = weight.sum(-1, keepdim=True)
     return (weight * term).sum()

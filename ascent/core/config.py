@@ -98,8 +98,8 @@ class Config:
             raise ConfigError(f"--temperature is {self.temperature:g}: it divides the logits, so set it above 0")
         if self.samples < 2 and self.algorithm.advantage.group_relative:
             raise ConfigError(
-                f"--samples 1 with --advantage {name_of(self.algorithm.advantage)}: a group credit compares the "
-                "responses of a prompt, and one alone gives 0. Set --samples 2 or more, or --advantage raw, "
+                f"--samples 1 with --advantage {name_of(self.algorithm.advantage)}: it compares the responses to a "
+                "prompt, and is 0 for a single response. Set --samples 2 or more, or --advantage raw, "
                 "running-mean or greedy"
             )
         if self.samples < 2 and isinstance(self.algorithm.groups, WithSignal):

@@ -46,12 +46,12 @@ def mismatch(logp: PerToken, batch: Batch, version: int | None = None) -> dict[s
     other versions drew tokens too, `lag` is how many steps ago the tokens were drawn on average, and
     `lag/logp_difference` the mean |logp − logp_sampler| of those that other versions drew, and of each age apart.
     """
-    counted, log_w = batch.loss_mask, log_weight(logp, batch)
+    mask, log_w = batch.loss_mask, log_weight(logp, batch)
     behind = torch.where(batch.version >= 0, (0 if version is None else version) - batch.version, 0)
-    older = counted & (behind != 0) if version is not None else torch.zeros_like(counted)
+    older = mask & (behind != 0) if version is not None else torch.zeros_like(mask)
     tokens, stale = max(batch.tokens, 1), int(older.sum())
-    gap = log_w if batch.kept_mass is None else torch.where(counted, logp - batch.logp_sampler, 0.0)
-    w = torch.where(counted, torch.exp(log_w), 0.0)
+    gap = log_w if batch.kept_mass is None else torch.where(mask, logp - batch.logp_sampler, 0.0)
+    w = torch.where(mask, torch.exp(log_w), 0.0)
     size = gap.abs() if not stale else torch.where(older, 0.0, gap.abs())
     measured = {
         MISMATCH: size.sum() / max(batch.tokens - stale, 1),
@@ -60,7 +60,7 @@ def mismatch(logp: PerToken, batch: Batch, version: int | None = None) -> dict[s
         "sampling/kl": (torch.expm1(gap) - gap).sum() / tokens,
     }
     if stale:
-        measured[LAG] = torch.where(counted, behind, 0).sum().to(gap.dtype) / tokens
+        measured[LAG] = torch.where(mask, behind, 0).sum().to(gap.dtype) / tokens
         measured[f"{LAG}/logp_difference"] = torch.where(older, gap.abs(), 0.0).sum() / stale
         for age in behind.expand(older.shape)[older].unique().tolist():
             measured[f"{LAG}/logp_difference/{age}"] = gap[older & (behind == age)].abs().mean()
@@ -104,8 +104,8 @@ class Weighted(Correction):
 
     def scaled(self, w: Factor, batch: Batch) -> Factor:
         """The weights, over their mean if they are normalized."""
-        counted = batch.loss_mask if self.level == "token" else batch.loss_mask.any(-1, keepdim=True)
-        mean = torch.where(counted, w, 0.0).sum() / counted.sum()
+        mask = batch.loss_mask if self.level == "token" else batch.loss_mask.any(-1, keepdim=True)
+        mean = torch.where(mask, w, 0.0).sum() / mask.sum()
         return w / mean if self.normalized and mean > 0 else w
 
 

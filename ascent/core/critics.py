@@ -31,7 +31,7 @@ class Critic:
         return {}
 
     def loss(self, mini: Batch, value: Float[Tensor, "prompt sample state"]) -> Float[Tensor, "2"]:
-        """Its sum over the counted tokens, and how many of them the clip leaves without a gradient."""
+        """Return the loss and the number of clipped tokens, both summed over the loss mask."""
         assert mini.returns is not None and mini.value is not None
         V, old, clip = value[..., :-1], mini.value[..., :-1], torch.inf if self.clip is None else self.clip
         free, held = (V - mini.returns) ** 2, (V.clamp(old - clip, old + clip) - mini.returns) ** 2
@@ -39,7 +39,7 @@ class Critic:
         return torch.stack([torch.where(mini.loss_mask, part, 0.0).sum() for part in parts])
 
     def measure(self, batch: Batch) -> dict[str, Tensor]:
-        """1 − Var(return − V) / Var(return) over counted tokens, before any update; 0 where all returns are equal."""
+        """Return the explained variance of the returns before any update; 0 if all returns are equal."""
         if batch.returns is None or batch.value is None:
             return {}
         returns, V = batch.returns[batch.loss_mask], batch.value[..., :-1][batch.loss_mask]
@@ -51,7 +51,7 @@ class Critic:
 
 @dataclass(frozen=True)
 class NoCritic(Critic):
-    """No value function: credit comes from groups or from the reward alone."""
+    """No value function: advantages come from groups or from the reward alone."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class OwnCritic(Critic):
 
     loss = ½ (V − return)²; with ε_v the larger of that and ½ (clip(V, V_old ± ε_v) − return)²
     Schulman et al. 2017. Always a token mean, for any choice of weights; at first V = 0
-    everywhere. Bias: none of its own, see the credit.
+    everywhere. Bias: none of its own, see the advantage.
     """
 
     lr: float = 1e-3

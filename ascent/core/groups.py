@@ -41,7 +41,7 @@ class WithSignal(Groups):
     Yu et al. 2025, dynamic sampling. It costs samples. If too few groups are found, the step trains
     on those; if none is, there is no update, and only schedules go on. Reward and accuracy are over
     everything that was sampled. Bias: prompts of medium difficulty are trained on more often. Where
-    δ is 0 on an all-equal group anyway, only the denominator changes: other groups weigh more.
+    A is 0 on an all-equal group anyway, only the denominator changes: other groups weigh more.
     """
 
     rounds: int = 4

@@ -1,10 +1,10 @@
-"""Surrogates: what is maximised per token, given δ. One frozen dataclass per choice.
+"""Surrogates: what is maximized per token, given the advantage A. One frozen dataclass per choice.
 
-ρ = exp(logp − logp_old) compares the policy with itself at the time of sampling. `logp_old` and
-δ are constants: gradient flows through `logp` alone. At ρ = 1 every surrogate here has the
-gradient of the first one, so the first update on a fresh batch is always REINFORCE's.
+ρ = exp(logp − logp_old) compares the policy with itself before the updates of this step. `logp_old` and
+A are constants: gradient flows through `logp` alone. At ρ = 1 every surrogate here has the
+gradient of the first one, so the first update on a fresh batch is always that of REINFORCE.
 
-A surrogate returns one number per token, or, with token length 1, one per response.
+A surrogate returns one term per token or, with token length 1, one per response.
 """
 
 from dataclasses import dataclass
@@ -22,17 +22,17 @@ Clips = tuple[Bool[Tensor, "prompt sample token"], Bool[Tensor, "prompt sample t
 
 
 class Loss:
-    """A surrogate: called with log-probs and δ, it returns what is to be maximised."""
+    """A surrogate: called with log-probs and advantages, it returns the terms to maximize."""
 
     sequence: ClassVar[bool] = False
-    """Does it return one number per response, given one δ per response?"""
+    """Whether it returns one term per response, given one advantage per response."""
     data: ClassVar[Literal["samples", "demonstrations", "pairs", "steps"]] = "samples"
-    """What it learns from: the policy's own samples, or offline data (preferences.py)."""
+    """The training data: the policy's own samples, or offline data (preferences.py)."""
     trains: ClassVar[Literal["policy", "rewards", "steps"]] = "policy"
-    """What is trained: a policy, a reward model, or a process reward."""
+    """The trained model: a policy, a reward model, or a process reward."""
     low: float | None = None
     high: float | None = None
-    """Where it clips its ratio: below 1 − low and above 1 + high. None: nowhere."""
+    """The ratio is clipped below 1 − low and above 1 + high. None: it is not."""
 
     def __post_init__(self) -> None:
         for bound, flag in ((self.low, "--loss.low"), (self.high, "--loss.high")):
@@ -40,31 +40,31 @@ class Loss:
                 raise ConfigError(f"{flag} is {bound:g}, but a clipping bound is a distance from 1: set it above 0")
 
     def check(self, row: Any) -> None:
-        """Refuse an algorithm that this loss does not fit."""
+        """Raise a ConfigError for an algorithm that this loss does not fit."""
 
     def terms(self, mini: Batch, out: Outputs) -> Terms | None:
-        """The whole objective, if it is not a sum over single responses; otherwise None."""
+        """Return the whole objective, if it is not a sum over single responses; otherwise None."""
 
     def __call__(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> Broadcast:
         raise NotImplementedError
 
     def clipped(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> Clips | None:
-        """The tokens where the clip is active: ρ < 1−ε_low with δ < 0, and ρ > 1+ε_high with δ > 0. None: never."""
+        """Return where clipping is active: ρ < 1−ε_low with A < 0, and ρ > 1+ε_high with A > 0. None: nowhere."""
         if self.low is None or self.high is None:
             return None
         ρ = torch.exp(self.log_ratio(logp - logp_old, mask)).expand_as(logp)
         return (ρ < 1 - self.low) & (advantage < 0), (ρ > 1 + self.high) & (advantage > 0)
 
     def log_ratio(self, log_ratio: PerToken, mask: Tensor) -> Broadcast:
-        """log ρ, from that of each token."""
+        """Return log ρ, given the log-ratio of each token."""
         return log_ratio
 
 
 @dataclass(frozen=True)
 class LogProb(Loss):
-    """Log-probability times credit, the naive policy gradient.
+    """Log-prob times advantage, the plain policy gradient.
 
-    δ · log π
+    A · log π
     Williams 1992. Bias: none on fresh samples. Further updates on the same batch do not correct for
     the policy having moved: at a KL of 0.03 about 27 % of the gradient is bias.
     """
@@ -75,12 +75,12 @@ class LogProb(Loss):
 
 @dataclass(frozen=True)
 class Ratio(Loss):
-    """Importance-weighted credit, one ratio per token, never clipped.
+    """Importance-weighted advantage, one ratio per token, never clipped.
 
-    token:         ρ_t · δ_t,  ρ_t = exp(logp_t − logp_old_t)
-    per-decision:  (ρ_t − ρ_{t−1}) · δ_t,  ρ_t = exp(Σ_{u≤t} (logp_u − logp_old_u)), ρ_0 = 1
+    token:         ρ_t · A_t,  ρ_t = exp(logp_t − logp_old_t)
+    per-decision:  (ρ_t − ρ_{t−1}) · A_t,  ρ_t = exp(Σ_{u≤t} (logp_u − logp_old_u)), ρ_0 = 1
     Kakade and Langford 2002, and TRPO's objective; Precup et al. 2000, whose Σ_t ρ_t r_t it is up to
-    a constant, with r_t = δ_t − δ_{t+1}. Bias: none at ρ = 1. After that a token ratio ignores that
+    a constant, with r_t = A_t − A_{t+1}. Bias: none at ρ = 1. After that a token ratio ignores that
     earlier tokens came from the old policy: at a KL of 0.03 27 % of the gradient is bias, as much as
     with no ratio. Per-decision stays exact, as the product over the response does, but varies less
     where rewards come per token. Degenerate case: with an outcome reward the two are the same.
@@ -102,10 +102,10 @@ class Ratio(Loss):
 class Clipped(Loss):
     """The ratio, clipped once it has moved far enough (PPO, GRPO).
 
-    min(ρ δ, clip(ρ, 1−ε_low, 1+ε_high) δ);  with dual clip c, where δ < 0: at least c·δ
+    min(ρ A, clip(ρ, 1−ε_low, 1+ε_high) A);  with dual clip c, where A < 0: at least c·A
     Schulman et al. 2017; asymmetric bounds, Yu et al. 2025 (DAPO); dual clip, Ye et al. 2020. Bias:
     none at ρ = 1, where nothing is clipped. After that the same as the token ratio (27 % at a KL of
-    0.03); where ρ has passed the bound in δ's direction the gradient is 0.
+    0.03); where ρ has passed the bound in A's direction the gradient is 0.
     """
 
     low: float = 0.2
@@ -133,9 +133,9 @@ class SequenceRatio(Loss):
     """One ratio for the whole response, with gradient through all its tokens.
 
     product:  ρ = exp(Σ_t (logp_t − logp_old_t)), the exact importance weight (TRL's RLOO)
-    mean:     ρ = exp(mean_t (logp_t − logp_old_t)), length-normalised (GSPO, Zheng et al. 2025)
-    min(ρ δ, clip(ρ, 1−ε_low, 1+ε_high) δ), or ρ δ with no bounds set; the product's over L
-    with a δ_t per token (GSPO-token): the same of ρ_t = sg[ρ] · exp(logp_t − sg[logp_t]), not over L
+    mean:     ρ = exp(mean_t (logp_t − logp_old_t)), length-normalized (GSPO, Zheng et al. 2025)
+    min(ρ A, clip(ρ, 1−ε_low, 1+ε_high) A), or ρ A with no bounds set; the product's over L
+    with an A_t per token (GSPO-token): the same of ρ_t = sg[ρ] · exp(logp_t − sg[logp_t]), not over L
     A response's term takes the sum of its tokens' weights. The product's gradient is a sum over its
     L tokens already, hence its 1/L: at ρ = 1 all forms have the log-prob surrogate's gradient. Bias:
     none at ρ = 1 with sequence-sum. After that 17 % of the gradient of `mean` is bias at a KL of
@@ -172,9 +172,9 @@ class SequenceRatio(Loss):
 
 @dataclass(frozen=True)
 class Cispo(Loss):
-    """Log-probability times credit, weighted by a clipped ratio that carries no gradient (CISPO).
+    """Log-prob times advantage, weighted by a clipped ratio that carries no gradient (CISPO).
 
-    sg[clip(ρ, 1−ε_low, 1+ε_high)] · δ · log π
+    sg[clip(ρ, 1−ε_low, 1+ε_high)] · A · log π
     MiniMax 2025. ε_low = 1 means no lower bound. Bias: none at ρ = 1, where it is the log-prob
     surrogate. After that as the token ratio, with weights clipped; unlike with the clipped ratio,
     every token keeps its gradient.
@@ -190,7 +190,7 @@ class Cispo(Loss):
         return ρ.clamp(1 - self.low, 1 + self.high) * advantage * logp
 
     def clipped(self, logp: PerToken, logp_old: PerToken, advantage: Broadcast, mask: Tensor) -> Clips:
-        """The tokens whose weight is clipped: each bound binds for either sign of δ."""
+        """Return the tokens whose weight is clipped; each bound applies to either sign of A."""
         ρ = torch.exp(logp - logp_old)
         return (ρ < 1 - self.low) & (advantage != 0), (ρ > 1 + self.high) & (advantage != 0)
 

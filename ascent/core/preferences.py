@@ -49,7 +49,7 @@ def _refuse_others(row: Any, loss: Loss, **wanted: type) -> None:
 class Likelihood(LogProb):
     """Log-probability of demonstrations: supervised fine-tuning (SFT).
 
-    δ · log π, with δ = 1 on a demonstrator's responses
+    A · log π, with A = 1 on a demonstrator's responses
     The log-prob surrogate, and maximum likelihood. Bias: the gradient is that of −KL(demonstrator ‖
     π), so π converges to the demonstrator, mistakes and all. On π's own samples its mean is 0.
     """
@@ -70,7 +70,7 @@ class PairLoss(Loss):
         raise NotImplementedError
 
     def value(self, rating: Rating) -> Margin:
-        """What is maximised for each pair."""
+        """What is maximized for each pair."""
         return F.logsigmoid(margin_of(rating))
 
     def check(self, row: Any) -> None:

@@ -15,7 +15,7 @@ from ascent.core.types import Batch, Metrics, Outputs, Prompts, Rollouts, Scores
 
 Objective = Callable[[Batch, Outputs], Terms]
 ValueLoss = Callable[[Batch, Tensor], Tensor]
-"""Maps a batch and V at its states to a sum over the counted tokens."""
+"""Maps a batch and V at its states to a sum over the loss mask."""
 TakeStep = Callable[["Learner", Batch, Objective], tuple[Terms, dict[str, Tensor]]]
 """Takes an optimizer step; returns the objective's terms before the step, and metrics to report."""
 

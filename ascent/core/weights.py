@@ -1,9 +1,8 @@
-"""Aggregation as a weight per token, computed once for each optimizer step over its whole mini-batch.
+"""Aggregation as a weight per token, computed once per optimizer step over its whole mini-batch.
 
-With N the responses and L_i the actions of response i in that step (observations do not count). Surrogate, KL and
-entropy are each Σ weight · per-token value, so no micro-batch, accumulation or world size can
-change the gradient. Responses without signal count; failed or wholly masked ones are in neither
-N nor ΣL.
+N is the number of responses in the mini-batch and L_i the number of actions of response i. Surrogate, KL and entropy
+are each Σ weight · per-token value, so the gradient does not depend on micro-batches, accumulation or world size.
+Responses without signal count; failed or excluded ones are in neither N nor ΣL.
 """
 
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ Weight = Float[Tensor, "prompt sample token"]
 
 
 def _counts(batch: Batch) -> tuple[Tensor, Int[Tensor, "prompt sample 1"], Int[Tensor, ""]]:
-    """Counted tokens as 0/1, their number in each response, and the number of responses that have any."""
-    counted = batch.loss_mask
-    length = counted.sum(-1, keepdim=True)
-    return counted.to(batch.logp_sampler.dtype), length, (length > 0).sum().clamp(min=1)
+    """Return the loss mask as 0/1, the number of trained tokens per response, and of responses that have any."""
+    mask = batch.loss_mask
+    length = mask.sum(-1, keepdim=True)
+    return mask.to(batch.logp_sampler.dtype), length, (length > 0).sum().clamp(min=1)
 
 
 class Weights:
@@ -41,8 +40,8 @@ class TokenMean(Weights):
     """
 
     def __call__(self, batch: Batch) -> Weight:
-        counted, length, _ = _counts(batch)
-        return counted / length.sum().clamp(min=1)
+        mask, length, _ = _counts(batch)
+        return mask / length.sum().clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,8 @@ class SequenceMean(Weights):
     """
 
     def __call__(self, batch: Batch) -> Weight:
-        counted, length, responses = _counts(batch)
-        return counted / (length.clamp(min=1) * responses)
+        mask, length, responses = _counts(batch)
+        return mask / (length.clamp(min=1) * responses)
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,8 @@ class SequenceSum(Weights):
     """
 
     def __call__(self, batch: Batch) -> Weight:
-        counted, _, responses = _counts(batch)
-        return counted / responses
+        mask, _, responses = _counts(batch)
+        return mask / responses
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,8 @@ class FixedLength(Weights):
     """
 
     def __call__(self, batch: Batch) -> Weight:
-        counted, _, responses = _counts(batch)
-        return counted / (responses * batch.limit)
+        mask, _, responses = _counts(batch)
+        return mask / (responses * batch.limit)
 
 
 WEIGHTS = (TokenMean, SequenceMean, SequenceSum, FixedLength)

@@ -27,7 +27,7 @@ class About:
     statistics: Text = ""
     """What the other symbols mean, and over what a mean or a sum is taken; one line for each, LaTeX between dollars."""
     words: Text = ""
-    """Its part of the sentence that says what is maximised. For a named algorithm: what it is."""
+    """Its part of the sentence that says what is maximized. For a named algorithm: what it is."""
     response_formula: str = ""
     response_words: str = ""
     """For weights: the same for a loss that has one term per response."""
@@ -51,14 +51,14 @@ OFF = About(off=True, gradient="exact", trl="the default.", verl="the default.")
 _FIELD = re.compile(r"\{(\w+)(?::([^{}]*))?\}")
 TEXTS = ("formula", "definitions", "statistics", "words", "response_words", "gradient")
 OWN = {
-    "advantage": About(formula=r"\text{{name}}(R)", words="the credit of {name} ({line})"),
+    "advantage": About(formula=r"\text{{name}}(R)", words="the advantage of {name} ({line})"),
     "loss": About(
-        formula=r"\text{{name}}(\text{logp}, \text{logp\_old}, \delta)", words="the surrogate of {name} ({line}) for"
+        formula=r"\text{{name}}(\text{logp}, \text{logp\_old}, A)", words="the surrogate of {name} ({line}) for"
     ),
     "pairs": About(
         formula=r"\text{{name}}(m)",
         definitions=r"m = \text{the margin of the pair}",
-        words="Maximise the mean over pairs of the value of {name} ({line})",
+        words="Maximize the mean over pairs of the value of {name} ({line})",
     ),
     "weights": About(
         formula=r"\text{weight}_t",
@@ -111,8 +111,8 @@ def fill(text: str, facts: Mapping[str, Any]) -> str:
 
 # ---- the named algorithms: what each is, in a line, and what others do under the same name ------------------------
 
-_CREDIT_ONLY = (
-    "only the credit; the loss stays verl's clipped token ratio with dual clip 3 and token-mean, KL off by default"
+_ADVANTAGE_ONLY = (
+    "only the advantage; the loss stays verl's clipped token ratio with dual clip 3 and token-mean, KL off by default"
 )
 ABOUT_ALGORITHMS: dict[str, About] = {
     "reinforce": About(
@@ -128,14 +128,14 @@ ABOUT_ALGORITHMS: dict[str, About] = {
     "best-only": About(
         words="REINFORCE on only the best responses of each group.",
         paper='CS336 (lecture 17) calls it "max".',
-        verl="grpo_passk is similar: only the best response gets credit, best minus second best (over std).",
+        verl="grpo_passk is similar: only the best response has an advantage, best minus second best (over std).",
     ),
     "rloo": About(
         words="REINFORCE whose baseline is the mean of the other responses; the KL is part of the reward.",
         paper="Ahmadian et al. 2024: a response is one action, no clipping, k1 in the reward: as here.",
-        trl="RLOOTrainer: same credit and KL (0.05), but the ratio of whole responses, clipped at 0.2, mean over "
+        trl="RLOOTrainer: same advantage and KL (0.05), but the ratio of whole responses, clipped at 0.2, mean over "
         "responses. At one update per batch the gradient is the same.",
-        verl=f"adv_estimator=rloo is {_CREDIT_ONLY}.",
+        verl=f"adv_estimator=rloo is {_ADVANTAGE_ONLY}.",
     ),
     "reinforce++": About(
         words="PPO's clipped loss with the reward-to-go normalized over the batch instead of a critic.",
@@ -147,7 +147,7 @@ ABOUT_ALGORITHMS: dict[str, About] = {
         words="PPO's clipped loss with the reward normalized within its group instead of a critic; a KL in the loss.",
         paper="Shao et al. 2024: the same, no ε beside std.",
         trl='GRPOTrainer is not this by default: loss_type="dapo" (token mean over the generation batch) and beta=0. '
-        'With loss_type="grpo" and beta=0.04 credit (ε 1e-4, ddof 1) and denominator are these, but the KL is '
+        'With loss_type="grpo" and beta=0.04 advantage (ε 1e-4, ddof 1) and denominator are these, but the KL is '
         "ρ·k3 unless use_bias_correction_kl=False.",
         verl="ε 1e-6, a group of one keeps its raw reward, dual clip 3 always on, token-mean by default; the KL is off "
         "by default, then k3 clamped to ±10 at 0.001.",
@@ -168,7 +168,7 @@ ABOUT_ALGORITHMS: dict[str, About] = {
         verl="clip_ratio_high=0.28, filter_groups and the DAPO reward manager, each set separately; dual clip 3.",
     ),
     "gspo": About(
-        words="GRPO with one length-normalised ratio per response, and no KL.",
+        words="GRPO with one length-normalized ratio per response, and no KL.",
         paper="Zheng et al. 2025: the same bounds, 3e-4 and 4e-4; no ε beside std.",
         trl='importance_sampling_level="sequence" with loss_type="grpo", epsilon=3e-4, epsilon_high=4e-4 (else 0.2).',
         verl='loss_mode "gspo": token-mean unless loss_agg_mode=seq-mean-token-mean, bounds 0.2 unless set.',
@@ -180,19 +180,19 @@ ABOUT_ALGORITHMS: dict[str, About] = {
         verl='loss_mode "cispo": clip(ρ, 0.8, 1.2) unless set, so with a lower bound.',
     ),
     "actor-critic": About(
-        words="REINFORCE whose credit comes from a learned value function, token by token.",
+        words="REINFORCE whose advantage comes from a learned value function, token by token.",
         paper="Sutton et al. 2000; with GAE, Schulman et al. 2016. A3C adds an entropy bonus; this row has none.",
         verl="adv_estimator=gae, but always with the clipped ratio.",
     ),
     "ppo": About(
-        words="The clipped ratio with credit from a learned value function, whitened over the batch.",
+        words="The clipped ratio with advantages from a learned value function, whitened over the batch.",
         paper="Schulman et al. 2017: one network with two heads, no whitening, an entropy bonus on Atari.",
-        trl="no trainer of this name in 1.16; GRPOTrainer has the clipped loss, with group credit.",
+        trl="no trainer of this name in 1.16; GRPOTrainer has the clipped loss, with group-relative advantages.",
         verl="adv_estimator=gae: λ 1 unless set, dual clip 3 always on, token-mean, value clip 0.5.",
     ),
     "trpo": About(
         words="A step as long as a bound on the KL to the sampling policy allows, along the natural gradient.",
-        paper="Schulman et al. 2015 take credit from a value function or from rollouts (vine); ten CG iterations.",
+        paper="Schulman et al. 2015 take advantages from a value function or from rollouts (vine); ten CG iterations.",
         others="none of the twelve language-model trainers we looked at has it.",
     ),
     "sft": About(

@@ -1,4 +1,4 @@
-"""What is said of every choice, axis by axis."""
+"""The explanation of every choice, axis by axis."""
 
 import inspect
 from dataclasses import replace
@@ -32,20 +32,27 @@ DDOF = r"\text{ddof }"
 TOOL_COUNT_NAMES = "counted over the mini-batch of one optimizer step, however it is split into micro-batches"
 
 
-def _from_critic(total: str, words: str, gradient: Gradient = "critic", more: str = "", **texts: Any) -> About:
-    """A credit from a critic: a sum of TD errors, discounted or not, whitened or not."""
+def _from_critic(
+    total: str, words: str, gradient: Gradient = "critic", more: str = "", trace: str = "", **texts: Any
+) -> About:
+    """Return the About of an advantage from a critic: a sum of TD errors, maybe discounted and whitened."""
+
+    def filled(text: str, c: Any) -> str:
+        return fill(text, vars(c) | {"decay": c.gamma * c.lam})
 
     def definitions(c: Any) -> str:
         discount = "" if c.gamma == 1 else rf"{c.gamma:g}\cdot"
-        sums = fill(total, vars(c) | {"decay": c.gamma * c.lam})
-        return rf"d_t = r_t + {discount}{{V_{{t+1}}}} - V_t;\quad A_t = {sums}"
+        error = rf"\delta_t = r_t + {discount}{{V_{{t+1}}}} - V_t"
+        terms = [error] + [filled(trace, c)] * bool(trace)
+        return r";\quad ".join(terms + [rf"\hat{{A}}_t = {filled(total, c)}"] * c.whitened)
 
     def in_words(c: Any) -> str:
         discounted = "" if c.gamma == 1 else f", discounted by {c.gamma:g} per token"
         return words.format_map(vars(c)) + discounted + (", whitened over the batch's tokens" if c.whitened else "")
 
+    whitened = rf"\frac{{\hat{{A}}_t - \text{{mean}}}}{{\text{{std}} + 1e-08}}, {DDOF}1"
     return About(
-        formula=lambda c: rf"\frac{{A_t - \text{{mean}}}}{{\text{{std}} + 1e-08}}, {DDOF}1" if c.whitened else "A_t",
+        formula=lambda c: whitened if c.whitened else filled(total, c),
         definitions=definitions,
         statistics="$V_t$ is the critic's value of the state before token $t$, 0 after the end; an outcome reward "
         "is on the last token; mean and std, where there are any, are over all unmasked tokens of the batch" + more,
@@ -61,17 +68,17 @@ def _bounded(c: Any) -> str:
 
 def _clip(c: Any) -> str:
     if c.low is None:
-        return r"\rho\cdot\delta"
-    return rf"\min(\rho\cdot\delta, {_bounded(c)}\cdot\delta)"
+        return r"\rho\cdot{A}"
+    return rf"\min(\rho\cdot{{A}}, {_bounded(c)}\cdot{{A}})"
 
 
 def _clipped_words(c: Any) -> str:
-    dual = "" if c.dual is None else f"; where the credit is negative at least {c.dual:g} times it"
+    dual = "" if c.dual is None else f"; where the advantage is negative at least {c.dual:g} times it"
     return f"the clipped ratio ({1 - c.low:g} to {1 + c.high:g}{dual}) times"
 
 
 def _sequence_words(c: Any) -> str:
-    kind = "product of token ratios" if c.form == "product" else "length-normalised ratio"
+    kind = "product of token ratios" if c.form == "product" else "length-normalized ratio"
     bounds = "never clipped" if c.low is None else f"clipped, {1 - c.low:g} to {1 + c.high:g}"
     return f"the response's {kind} ({bounds}) times"
 
@@ -153,7 +160,7 @@ ABOUTS: dict[type, About] = {
         words="the reward",
         label="raw reward",
         gradient="exact",
-        trl="no such credit: GRPOTrainer and RLOOTrainer both subtract a group's mean.",
+        trl="no such advantage: GRPOTrainer and RLOOTrainer both subtract a group's mean.",
         verl="no such estimator is registered.",
     ),
     advantages.Centered: About(
@@ -176,7 +183,7 @@ ABOUTS: dict[type, About] = {
     ),
     advantages.Normalized: About(
         formula=r"\frac{R_i - \text{mean}}{\text{std} + {eps:g}}, " + DDOF + "{ddof}",
-        statistics=f"mean and std are {GROUP}; where all are equal $\\delta_i = 0$",
+        statistics=f"mean and std are {GROUP}; where all are equal $A_i = 0$",
         words="the reward normalized within its group of responses (std + {eps:g})",
         label="mean and std (GRPO)",
         paper="Shao et al. divide by std and name neither ε nor ddof.",
@@ -189,7 +196,7 @@ ABOUTS: dict[type, About] = {
         statistics=f"max is {GROUP}",
         words="the reward, kept only by the best of its group",
         label="best of the group only",
-        verl="grpo_passk is similar: only the best response gets credit, best minus second best (over std).",
+        verl="grpo_passk is similar: only the best response has an advantage, best minus second best (over std).",
     ),
     advantages.RunningMean: About(
         formula=lambda c: (
@@ -241,37 +248,37 @@ ABOUTS: dict[type, About] = {
         trl="none per token; RLOOTrainer's normalize_advantages whitens responses over the batch (std + 1e-4).",
         verl="reinforce_plus_plus: over √(var + 1e-8), ddof 1, over the unmasked tokens of the batch.",
     ),
-    values.TD: _from_critic("d_t", "the one-step TD error of a critic", verl="gae with lam=0."),
-    values.KStep: _from_critic(r"\sum_{j<{k}} {gamma:g}^j\cdot{d_{t+j}}", "the {k}-step advantage of a critic"),
+    values.TD: _from_critic(r"\delta_t", "the one-step TD error of a critic", verl="gae with lam=0."),
+    values.KStep: _from_critic(r"\sum_{j<{k}} {gamma:g}^j\cdot{\delta_{t+j}}", "the {k}-step advantage of a critic"),
     values.GAE: _from_critic(
-        r"\sum_{j\ge0} {decay:g}^j\cdot{d_{t+j}}",
+        r"\sum_{j\ge0} {decay:g}^j\cdot{\delta_{t+j}}",
         "the generalized advantage (λ {lam:g}) of a critic",
         label="GAE(0.95), own critic",
         verl="gae: γ 1, λ 1 unless set, always whitened (ddof 1, + 1e-8 under the root).",
         paper="Schulman et al. 2016: the same, not whitened.",
     ),
     values.MonteCarlo: _from_critic(
-        r"\sum_{j\ge0} {decay:g}^j\cdot{d_{t+j}}",
+        r"\sum_{j\ge0} {decay:g}^j\cdot{\delta_{t+j}}",
         "the return minus a critic's value",
         gradient="exact",
         verl="gae with lam=1, its default.",
     ),
     values.VTrace: _from_critic(
-        r"d_t + {decay:g}\cdot{e_{t+1}},\quad{e_t} = \min(w_t, {rho:g})\cdot{d_t} + "
-        r"{decay:g}\cdot\min(w_t, {c:g})\cdot{e_{t+1}}",
+        r"\delta_t + {decay:g}\cdot{e_{t+1}}",
         "the V-trace advantage (λ {lam:g}, weights up to {rho:g} and {c:g}) of a critic",
+        trace=r"e_t = \min(w_t, {rho:g})\cdot{\delta_t} + {decay:g}\cdot\min(w_t, {c:g})\cdot{e_{t+1}}",
         more=rf"; $w_t = {W_T}$, $e_t$ is the return minus $V_t$",
         paper="Espeholt et al. 2018: λ 1, both bounds 1, and min(w, ρ̄) on the gradient too: --correction truncated.",
     ),
     losses.LogProb: About(
-        formula=r"\delta\cdot\text{logp}",
+        formula=r"A\cdot\text{logp}",
         words="log π times",
         label="log-prob (naive)",
         trl="none by name; at one update per batch ρ = 1, and the clipped loss has this gradient.",
-        verl='loss_mode "gpg" is −δ·log π.',
+        verl='loss_mode "gpg" is −A·log π.',
     ),
     losses.Ratio: About(
-        formula=lambda c: r"\rho\cdot\delta" if c.form == "token" else r"(\rho_t - \rho_{t-1})\cdot\delta",
+        formula=lambda c: r"\rho\cdot{A}" if c.form == "token" else r"(\rho_t - \rho_{t-1})\cdot{A}",
         definitions=lambda c: TOKEN_RATIO if c.form == "token" else PREFIX_RATIO,
         words=lambda c: (
             f"the ratio of new to old probability{'' if c.form == 'token' else ', up to each token,'} times"
@@ -281,11 +288,11 @@ ABOUTS: dict[type, About] = {
         verl='not alone: "vanilla" clips; "kl_cov" leaves it unclipped but adds a KL on some tokens.',
     ),
     losses.Clipped: About(
-        formula=lambda c: _clip(c) if c.dual is None else rf"\max({_clip(c)}, -{c.dual:g}\cdot|\delta|)",
+        formula=lambda c: _clip(c) if c.dual is None else rf"\max({_clip(c)}, -{c.dual:g}\cdot|A|)",
         definitions=TOKEN_RATIO,
         words=_clipped_words,
         label="clipped ratio (PPO, GRPO)",
-        trl="ε 0.2 both ways; the optional `delta` caps ρ before the minimum, for δ < 0 a dual clip.",
+        trl="ε 0.2 both ways; the optional `delta` caps ρ before the minimum, for A < 0 a dual clip.",
         verl="ε 0.2 both ways, and a dual clip at 3 that is always on; log ρ is clamped to ±20.",
     ),
     losses.SequenceRatio: About(
@@ -297,12 +304,12 @@ ABOUTS: dict[type, About] = {
         words=_sequence_words,
         label="sequence ratio (GSPO)",
         denominator=" The one term of a response takes the sum of its tokens' weights.",
-        trl='importance_sampling_level="sequence" is the length-normalised form, ε 0.2 unless set; RLOOTrainer has the '
+        trl='importance_sampling_level="sequence" is the length-normalized form, ε 0.2 unless set; RLOOTrainer has the '
         "product, clipped at 0.2.",
-        verl='loss_mode "gspo": length-normalised, always in the form for a δ per token; ε 0.2 unless set.',
+        verl='loss_mode "gspo": length-normalized, always in the form for one A per token; ε 0.2 unless set.',
     ),
     losses.Cispo: About(
-        formula=lambda c: rf"\operatorname{{sg}}[{_bounded(c)}]\cdot\delta\cdot\text{{logp}}",
+        formula=lambda c: rf"\operatorname{{sg}}[{_bounded(c)}]\cdot{{A}}\cdot\text{{logp}}",
         definitions=TOKEN_RATIO,
         words=lambda c: f"log π times the ratio as a constant (clipped, {1 - c.low:g} to {1 + c.high:g}) times",
         label="CISPO",
@@ -310,7 +317,7 @@ ABOUTS: dict[type, About] = {
         verl="clip(ρ, 1−ε_low, 1+ε_high), both 0.2 unless set, so with a lower bound.",
     ),
     preferences.Likelihood: About(
-        formula=r"\delta\cdot\text{logp}",
+        formula=r"A\cdot\text{logp}",
         statistics="$R_i = 1$ for every demonstration",
         words="log π of what was demonstrated",
         trl='SFTTrainer with loss_type="nll" and completion_only_loss: the token mean over the optimizer step.',
@@ -326,7 +333,7 @@ ABOUTS: dict[type, About] = {
         r"m = {beta:g}\cdot(\Delta_w - \Delta_l)",
         statistics=rf"{CHOSEN}; $\Delta$ is over all of its tokens, the end token included",
         words=lambda c: (
-            f"Maximise the mean over pairs of log σ({c.beta:g} × how much more the chosen response gained in "
+            f"Maximize the mean over pairs of log σ({c.beta:g} × how much more the chosen response gained in "
             "log-probability over the reference than the rejected one)"
             + (f", {c.smoothing:.0%} of the labels taken to be wrong" if c.smoothing else "")
         ),
@@ -339,7 +346,7 @@ ABOUTS: dict[type, About] = {
         definitions="m = r_w - r_l",
         statistics=f"$r$ is the head's value after the last token; {CHOSEN}",
         words=lambda c: (
-            "Maximise the mean over pairs of log σ(reward of the chosen − reward of the rejected response)"
+            "Maximize the mean over pairs of log σ(reward of the chosen − reward of the rejected response)"
             + (f", minus {c.center:g} × the square of their sum" if c.center else "")
         ),
         denominator=ONE_PER_PAIR,

@@ -62,7 +62,7 @@ def describe_choices(algorithm: Algorithm) -> dict[str, About]:
 
 
 def formula(algorithm: Algorithm) -> str:
-    """What is computed, in one to four lines: the reward if it is changed, δ (with A and ρ), and the objective."""
+    """Return the formulas of an algorithm in one to four lines: (shaped) reward, advantage A, ratio ρ and objective."""
     return "\n".join(map(unicode_of, latex(algorithm)))
 
 
@@ -83,16 +83,16 @@ def latex(algorithm: Algorithm) -> list[str]:
         lines.append(rf"{first}r_t \gets r_t - {penalty},\quad{{R_t}} = \sum_{{u\ge{{t}}}} r_u")
     elif kl.where == "reward" or shaped:
         lines.append((shaped or r"R_i \gets R_i") + (f" - {penalty}" if kl.where == "reward" else ""))
-    credit = parts["advantage"]
-    lines += [str(credit.definitions)] if credit.definitions else []
-    delta = str(credit.formula).replace("R_i", "R_t") if per_token else str(credit.formula)
-    by_token = "R_t" in delta or "value" in algorithm.advantage.needs
+    advantage = parts["advantage"]
+    lines += [str(advantage.definitions)] if advantage.definitions else []
+    advantage_formula = str(advantage.formula).replace("R_i", "R_t") if per_token else str(advantage.formula)
+    by_token = "R_t" in advantage_formula or "value" in algorithm.advantage.needs
     ratio, term = str(surrogate.definitions) or TOKEN_RATIO * kl.importance, str(surrogate.formula)
     if loss.sequence and not algorithm.sequence:  # GSPO-token
         own = r"]\cdot\exp(\text{logp}_t - \operatorname{sg}[\text{logp}_t])"
         ratio, term = ratio.replace(r"i = ", r"t = \operatorname{sg}[") + own, term.removesuffix("/L_i")
     ratio = rf";\quad {ratio}" if ratio else ""
-    lines.append(rf"\delta_{'t' if by_token else 'i'} = {delta}{ratio}")
+    lines.append(rf"A_{'t' if by_token else 'i'} = {advantage_formula}{ratio}")
     main = f"{parts['correction'].formula}{term}"
     terms = f" - {penalty}" if kl.where == "loss" else ""
     terms += f" + {parts['exploration'].formula}" if parts["exploration"].formula else ""
@@ -115,14 +115,14 @@ def meanings(algorithm: Algorithm) -> list[str]:
 
 
 def objective_in_words(algorithm: Algorithm) -> str:
-    """A few sentences: what is maximised, how a step is taken, what the reward is, which samples count."""
+    """A few sentences: what is maximized, how a step is taken, what the reward is, which samples count."""
     parts, kl, loss = describe_choices(algorithm), algorithm.kl, algorithm.loss
     if loss.data in ("pairs", "steps"):
         return f"{parts['loss'].words}."
     words = {axis: str(part.words) for axis, part in parts.items()}
     mean = parts["weights"].response_words if algorithm.sequence else words["weights"]
-    credit = f" {words['advantage']}" if loss.data == "samples" else ""
-    first = f"Maximise the {mean} {words['loss']}{credit}"
+    advantage = f" {words['advantage']}" if loss.data == "samples" else ""
+    first = f"Maximize the {mean} {words['loss']}{advantage}"
     penalty = f"{words['kl']} to {words['reference']}"
     first += f", minus {penalty}" if kl.where == "loss" else ""
     first += f", plus {words['exploration']}" if words["exploration"] else ""

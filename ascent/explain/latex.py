@@ -5,6 +5,7 @@ are written, and what is not listed here is printed as it stands: `N\\cdot{L_i}`
 """
 
 import re
+import unicodedata
 from collections.abc import Iterator
 
 INLINE = re.compile(r"\$(?!\s)([^$\n]+)(?<!\s)\$")
@@ -52,6 +53,8 @@ def _one(token: str, tokens: Iterator[str]) -> str:
         return token + (script if re.fullmatch(r"−?\w*", script) else f"({script})")
     if token in (r"\frac", r"\tfrac"):
         return _fraction(_next(tokens), _next(tokens))
+    if token == r"\hat":
+        return unicodedata.normalize("NFC", _next(tokens) + "\N{COMBINING CIRCUMFLEX ACCENT}")
     if token in WORDS:
         return _next(tokens, words=True)
     return token[1:] if token in FUNCTIONS else SIGNS.get(token, token)

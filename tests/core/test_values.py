@@ -574,7 +574,7 @@ def test_returns_hold_the_kl_of_the_reward_and_are_not_whitened() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Algorithm(GAE()), "credit from values needs a critic"),
+        (lambda: Algorithm(GAE()), "an advantage from values needs a critic"),
         (lambda: Algorithm(Centered(), critic=OwnCritic()), "does not use one"),
         (lambda: Algorithm(GAE(), critic=SharedCritic(), update=TrustRegion()), "out of the region"),
         (lambda: GAE(1.5), "between 0 and 1"),

@@ -155,12 +155,12 @@ def printed_reward(line: str, names: dict[str, Any], batch: Batch) -> Tensor:
     return eval(python(line.split("← ")[1]), {}, {**names, "R_i": batch.reward})
 
 
-def printed_credit(line: str, R: Tensor, names: dict[str, Any], batch: Batch, choice: Any) -> Tensor:
-    """δ from its printed line, prompt by prompt over the scored responses."""
+def printed_advantage_of_rewards(line: str, R: Tensor, names: dict[str, Any], batch: Batch, choice: Any) -> Tensor:
+    """A from its printed line, prompt by prompt over the scored responses."""
     rhs = re.split(r", ", line.split(";")[0].split(" = ", 1)[1] + ", ")[0]
     if " where " in rhs:
         rhs = line.split(";")[0].split(" = ", 1)[1]
-    δ = torch.zeros_like(R)
+    A = torch.zeros_like(R)
     scored = torch.where(batch.mask, R, 0.0)[batch.mask & batch.valid.unsqueeze(-1)]  # every counted token's R
     for p in range(2):
         keep = batch.valid[p].nonzero().flatten().tolist()
@@ -177,16 +177,28 @@ def printed_credit(line: str, R: Tensor, names: dict[str, Any], batch: Batch, ch
             local["weighted_others"] = (n[others] * R[p, others]).sum(0) / n[others].sum()
             local["total"] = bool(R[p, i, 0] == R[p, keep, 0].max())
             local["where"] = lambda reward, best: reward if best else torch.zeros_like(reward)
-            δ[p, i] = eval(python(rhs), {}, local)
-    return δ
+            A[p, i] = eval(python(rhs), {}, local)
+    return A
 
 
 def printed_advantage(error: str, line: str, R: Tensor, batch: Batch) -> Tensor:
-    """δ of a critic's credit from its two printed lines: d_t token by token, its direct sum A_t, then δ. R is to go."""
-    error, total = error.split(";   A_t = ")
-    if ",  e_t = " in total:
-        return printed_trace(error, *total.split(",  e_t = "), R, batch)
-    sums = re.fullmatch(r"Σ_\(j(≥0|<(\d+))\) ([\d.]+)\^j·d_\(t\+j\)", total)
+    """A of a critic from its two printed lines: δ_t token by token, its direct sum, then A_t. R is to go."""
+    rhs = line.split(";")[0].split(" = ", 1)[1]
+    error, _, whitened = error.partition(";   Â_t = ")
+    error, _, trace = error.partition(";   e_t = ")
+    A = (
+        printed_trace(error, whitened or rhs, trace, R, batch)
+        if trace
+        else printed_sum(error, whitened or rhs, R, batch)
+    )
+    counted = A[batch.loss_mask]
+    names = {"Â_t": A, "mean": counted.mean(), "std": counted.std()}
+    return eval(python(rhs.split(", ddof 1")[0]), {}, names) if whitened else A
+
+
+def printed_sum(error: str, total: str, R: Tensor, batch: Batch) -> Tensor:
+    """A_t before whitening, from its printed sum of TD errors."""
+    sums = re.fullmatch(r"Σ_\(j(≥0|<(\d+))\) ([\d.]+)\^j·δ_\(t\+j\)", total)
     A = torch.zeros(2, 4, 6, dtype=torch.float64)
     for p, s in itertools.product(range(2), range(4)):
         length = int(batch.mask[p, s].sum())
@@ -200,11 +212,10 @@ def printed_advantage(error: str, line: str, R: Tensor, batch: Batch) -> Tensor:
         for t in range(length):
             terms = min(length - t, int(sums[2])) if sums and sums[2] else length - t
             A[p, s, t] = sum(float(sums[3]) ** j * d[t + j] for j in range(terms)) if sums else d[t]
-    counted, rhs = A[batch.loss_mask], line.split(";")[0].split(" = ", 1)[1]
-    return eval(python(rhs.split(", ddof 1")[0]), {}, {"A_t": A, "mean": counted.mean(), "std": counted.std()})
+    return A
 
 
-def printed_trace(error: str, credit: str, trace: str, R: Tensor, batch: Batch) -> Tensor:
+def printed_trace(error: str, advantage: str, trace: str, R: Tensor, batch: Batch) -> Tensor:
     """A_t of V-trace from its printed line, from the last token back."""
     w = torch.exp(batch.logp_old - batch.logp_sampler) * batch.kept_mass
     A = torch.zeros(2, 4, 6, dtype=torch.float64)
@@ -219,8 +230,8 @@ def printed_trace(error: str, credit: str, trace: str, R: Tensor, batch: Batch) 
         V = [*batch.value[p, s, :length].tolist(), 0.0]
         for t in reversed(range(length)):
             names = {"r_t": rewards[t], "V_t": V[t], "V_next": V[t + 1], "w_t": float(w[p, s, t]), "e_next": e}
-            names["d_t"] = eval(python(error.split(" = ")[1]).replace("V_(t+1)", "V_next"), {}, names)
-            A[p, s, t] = eval(python(credit).replace("e_(t+1)", "e_next"), {}, names)
+            names["δ_t"] = eval(python(error.split(" = ")[1]).replace("V_(t+1)", "V_next"), {}, names)
+            A[p, s, t] = eval(python(advantage).replace("e_(t+1)", "e_next"), {}, names)
             e = eval(python(trace).replace("e_(t+1)", "e_next"), {"min": min}, names)
     return A
 
@@ -249,12 +260,12 @@ def check_against_code(algorithm: Algorithm) -> None:
     credited, _ = algorithm.compute_advantages(batch, state)
     R = printed_reward(lines[0], names, batch) if len(lines) == 3 + valued else batch.reward
     if valued:
-        δ = printed_advantage(lines[-3], lines[-2], R, batch)
+        A = printed_advantage(lines[-3], lines[-2], R, batch)
     else:
-        δ = printed_credit(lines[-2], R, names, batch, algorithm.advantage)
-    counted = batch.loss_mask if δ.shape[-1] > 1 else batch.valid.unsqueeze(-1)
+        A = printed_advantage_of_rewards(lines[-2], R, names, batch, algorithm.advantage)
+    counted = batch.loss_mask if A.shape[-1] > 1 else batch.valid.unsqueeze(-1)
     assert credited.advantage is not None
-    torch.testing.assert_close(torch.where(counted, δ, 0.0), torch.where(counted, credited.advantage, 0.0))
+    torch.testing.assert_close(torch.where(counted, A, 0.0), torch.where(counted, credited.advantage, 0.0))
 
     mini = credited.add(weight=algorithm.weights(credited), **algorithm.scalars(state, 0.0))
     computed = algorithm.objective(mini, Outputs(logp, entropy, batch.kl_full)).objective
@@ -275,7 +286,7 @@ def check_against_code(algorithm: Algorithm) -> None:
     if getattr(algorithm.correction, "normalized", False):
         bounded = replace(algorithm.correction, normalized=False)(batch)
         names["mean_w"] = bounded[batch.loss_mask if weight.shape[-1] > 1 else batch.valid.unsqueeze(-1)].mean()
-    printed = printed_objective(lines[-1], {**names, "δ": credited.advantage}, batch.loss_mask)
+    printed = printed_objective(lines[-1], {**names, "A": credited.advantage}, batch.loss_mask)
     torch.testing.assert_close(printed, computed)
     grads = [torch.autograd.grad(value, logp, retain_graph=True)[0] for value in (printed, computed)]
     torch.testing.assert_close(*grads)
@@ -303,7 +314,7 @@ def test_every_surrogate_with_every_weight(loss: Any, weights: type) -> None:
     "loss", [SequenceRatio(), SequenceRatio("mean", 0.1, 0.2), SequenceRatio("product", None, None)]
 )
 @pytest.mark.parametrize("credit", [VTrace(), VTrace(0.9, 0.8, 1.3, 0.7), GAE(whitened=True)])
-def test_gspo_with_credit_per_token(loss: Any, credit: Any) -> None:
+def test_gspo_with_advantages_per_token(loss: Any, credit: Any) -> None:
     check_against_code(Algorithm(credit, loss, SequenceMean(), InLoss("k3", 0.2), Frozen(), critic=OwnCritic()))
     per_token = InReward("k1", 0.5, "token")
     check_against_code(Algorithm(Raw(), loss, TokenMean(), per_token, Frozen(), correction=Truncated("token", 1.1)))
@@ -353,7 +364,7 @@ def test_corrections_an_annealed_bonus_and_an_adaptive_kl(correction: Any) -> No
 def test_a_wrong_formula_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The evaluation above can fail: a printed number, sign or denominator that the code does not have."""
     wrong: list[tuple[type, str]] = [
-        (Clipped, "min(ρ·δ, clip(ρ, 0.8, 1.3)·δ)"),
+        (Clipped, "min(ρ·A, clip(ρ, 0.8, 1.3)·A)"),
         (Normalized, "(R_i − mean) / std"),
         (Normalized, "(R_i + mean) / (std + 0.0001)"),
         (SequenceMean, "1/ΣL"),
@@ -366,16 +377,16 @@ def test_a_wrong_formula_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     check_against_code(ALGORITHMS["grpo"])
 
 
-def test_delta_of_a_small_group_by_hand() -> None:
-    """R = 1, 2, 3, 6: mean 3, squares 4 + 1 + 0 + 9 = 14, std √(14/3); δ_4 = 3 / (√(14/3) + 0.0001)."""
+def test_advantage_of_a_small_group_by_hand() -> None:
+    """R = 1, 2, 3, 6: mean 3, squares 4 + 1 + 0 + 9 = 14, std √(14/3); A_4 = 3 / (√(14/3) + 0.0001)."""
     line = formula(ALGORITHMS["grpo"]).splitlines()[0]
-    assert line.startswith("δ_i = (R_i − mean) / (std + 0.0001), ddof 1")
+    assert line.startswith("A_i = (R_i − mean) / (std + 0.0001), ddof 1")
     batch = a_batch()
     batch = batch.add(
         reward=torch.tensor([1.0, 2, 3, 6]).double().expand(2, 4).unsqueeze(-1), valid=torch.ones(2, 4) > 0
     )
-    δ = printed_credit(line, batch.reward, {"b": 0.0}, batch, Normalized())
-    assert float(δ[0, 3]) == pytest.approx(3 / ((14 / 3) ** 0.5 + 1e-4))
+    A = printed_advantage_of_rewards(line, batch.reward, {"b": 0.0}, batch, Normalized())
+    assert float(A[0, 3]) == pytest.approx(3 / ((14 / 3) ** 0.5 + 1e-4))
 
 
 # ── completeness: nothing on the menu can be forgotten ──────────────────────────────────────────
@@ -478,8 +489,8 @@ def test_lines_fit_a_terminal() -> None:
 def test_grpo_golden() -> None:
     text = explanation("grpo")
     flat = " ".join(text.split())
-    assert "  δ_i = (R_i − mean) / (std + 0.0001), ddof 1;   ρ_t = exp(logp_t − logp_old_t)\n" in text
-    assert "  objective = Σ_i Σ_t 1/(N·L_i) · [ min(ρ·δ, clip(ρ, 0.8, 1.2)·δ) − 0.04·k3 ]\n" in text
+    assert "  A_i = (R_i − mean) / (std + 0.0001), ddof 1;   ρ_t = exp(logp_t − logp_old_t)\n" in text
+    assert "  objective = Σ_i Σ_t 1/(N·L_i) · [ min(ρ·A, clip(ρ, 0.8, 1.2)·A) − 0.04·k3 ]\n" in text
     assert "k3 = e^−ℓ + ℓ − 1, with ℓ = log π − log π_ref" in text
     assert "N responses, and for each its own L_i unmasked tokens" in flat
     assert "k3 in the loss: its gradient is that of the other direction, ∇KL(π_ref ‖ π)" in flat
@@ -487,7 +498,7 @@ def test_grpo_golden() -> None:
     assert 'not this by default: loss_type="dapo"' in flat and "use_bias_correction_kl=False" in flat
     assert "OpenRLHF adds 1e-9 to std; open-instruct has ddof 0." in flat
     assert objective_in_words(ALGORITHMS["grpo"]) == (
-        "Maximise the mean over responses of the token mean of the clipped ratio (0.8 to 1.2) times the reward "
+        "Maximize the mean over responses of the token mean of the clipped ratio (0.8 to 1.2) times the reward "
         "normalized within its group of responses (std + 0.0001), minus 0.04 × the k3 estimate of the KL to the "
         "frozen start."
     )
@@ -496,7 +507,7 @@ def test_grpo_golden() -> None:
 def test_numbers_come_from_the_object() -> None:
     grpo = ALGORITHMS["grpo"]
     changed = replace(grpo, advantage=Normalized(1e-6, ddof=0), loss=Clipped(0.1, 0.28, 3.0), kl=InLoss("k1", 0.5))
-    assert "max(min(ρ·δ, clip(ρ, 0.9, 1.28)·δ), −3·|δ|) − 0.5·k1" in formula(changed)
+    assert "max(min(ρ·A, clip(ρ, 0.9, 1.28)·A), −3·|A|) − 0.5·k1" in formula(changed)
     assert "(std + 1e-06), ddof 0" in formula(changed)
     words = objective_in_words(changed)
     assert "0.9 to 1.28" in words and "1e-06" in words and "0.5 × the k1 estimate" in words
@@ -520,7 +531,7 @@ def test_words_of_everything_at_once() -> None:
         Overlong(8),
     )
     assert objective_in_words(everything) == (
-        "Maximise the mean over tokens of log π times the ratio as a constant (clipped, 0 to 5) times the reward minus "
+        "Maximize the mean over tokens of log π times the ratio as a constant (clipped, 0 to 5) times the reward minus "
         "the mean of its group's other responses, plus c × the entropy, c falling from 0.5 to 0 over 90% of the run. "
         "The reward has 0.05 × the k1 estimate of the KL to the frozen start taken off, response by response and falls "
         "by up to 1 over the last 8 tokens before the length limit. Each token is weighted by how much likelier the "
@@ -555,7 +566,7 @@ def test_verdict(algorithm: Algorithm, word: str) -> None:
 
 @pytest.mark.parametrize("form", ["product", "mean"])
 def test_which_weights_give_a_sequence_ratio_the_policy_gradient(form: Any) -> None:
-    """At ρ = 1 its gradient is δ_i/N on every token with sequence-sum, and not with sequence-mean."""
+    """At ρ = 1 its gradient is A_i/N on every token with sequence-sum, and not with sequence-mean."""
     batch = a_batch().add(advantage=a_batch().reward)
     for choice, same in ((SequenceSum(), True), (SequenceMean(), False)):
         logp = batch.logp_old.clone().requires_grad_()
@@ -597,7 +608,7 @@ def test_a_users_own_choice_reads_well(tmp_path: Any) -> None:
         "class Squared:\n"
         '    """The square of the reward."""\n'
         "    scale: float = 2.0\n"
-        "    group = False\n"
+        "    group_relative = False\n"
         "    needs = frozenset()\n"
         "@dataclass(frozen=True)\n"
         "class Odd(Clipped):\n"
@@ -607,10 +618,10 @@ def test_a_users_own_choice_reads_well(tmp_path: Any) -> None:
     algorithm = object.__new__(Algorithm)  # the checks of a test run know the library's own choices only
     algorithm.__dict__.update(vars(Algorithm()) | {"advantage": own(), "loss": odd()})
     assert objective_in_words(algorithm) == (
-        "Maximise the mean over responses of the token sum of the surrogate of Odd (no description) for the credit of "
-        "Squared (The square of the reward.)."
+        "Maximize the mean over responses of the token sum of the surrogate of Odd (no description) for the advantage "
+        "of Squared (The square of the reward.)."
     )
-    assert formula(algorithm).startswith("δ_i = Squared(R)") and "Odd(logp, logp_old, δ)" in formula(algorithm)
+    assert formula(algorithm).startswith("A_i = Squared(R)") and "Odd(logp, logp_old, A)" in formula(algorithm)
     assert verdict(algorithm).startswith("Not known: Odd, Squared")
     assert "The square of the reward." in explanation(f"python:{path}:Squared")
 

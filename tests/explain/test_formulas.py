@@ -54,6 +54,7 @@ def formulas(path: Path) -> list[str]:
 
 def left_over(made: str) -> list[str]:
     """Parts of LaTeX that a conversion did not understand."""
+    made = re.sub(r"<mo[^>]*>[\^ˆ]</mo>", "", made)  # a hat
     return re.findall(r"\\\w*|[{}$&^](?!\w*#?\w*;)", re.sub(r"\{\{\w+\}\}", "", made))
 
 

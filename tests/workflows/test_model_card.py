@@ -172,7 +172,7 @@ def test_a_model_is_pushed_as_one_commit_with_its_card(hub: StandIn, trained: Ru
         "torch 2.",
         "transformers",
         r"\frac{R_i - \text{mean}}{\text{std} + 0.0001}",
-        "Maximise the mean over responses",
+        "Maximize the mean over responses",
         "- reinforcement-learning",
         "step 1 of 1",
     ):
