@@ -438,7 +438,11 @@ def test_every_choice_has_a_name_and_comes_back(axis: str) -> None:
         assert find_choice(axis, MENU[axis], name_of(cls)) is cls
         assert to_dict(choice)["name"] == name_of(choice)
         extra = (
-            {"reference": "frozen"} if axis == "kl" else {"advantage": "gae"} if getattr(choice, "on", False) else {}
+            {"reference": "frozen"}
+            if axis == "kl"
+            else {"advantage": "gae"}
+            if getattr(choice, "enabled", False) and axis == "critic"
+            else {}
         )
         extra |= {"critic": "own-critic"} if "value" in getattr(choice, "needs", ()) else {}
         extra = {} if axis == "correction" else extra

@@ -224,7 +224,7 @@ def test_the_folder_holds_what_design_says(course: Run) -> None:
     assert info["result"]["steps"] == 20 and info["result"]["exact/reward"] == course.metrics[-1]["exact/reward"]
     config = json.loads((course.folder / "config.json").read_text())
     assert config["advantage"] == {"name": "normalized", "eps": 1e-5, "ddof": 1}
-    assert config["objective"].startswith("Maximise") and "logp" in config["formula"]
+    assert config["objective"].startswith("Maximize") and "logp" in config["formula"]
     assert len(list((course.folder / "rollouts").glob("step_*.parquet"))) == 20
     assert [path.name for path in (course.folder / "checkpoints").iterdir()] == [
         "step_000050",

@@ -575,7 +575,7 @@ def test_returns_hold_the_kl_of_the_reward_and_are_not_whitened() -> None:
     ("make", "message"),
     [
         (lambda: Algorithm(GAE()), "an advantage from values needs a critic"),
-        (lambda: Algorithm(Centered(), critic=OwnCritic()), "does not use one"),
+        (lambda: Algorithm(Centered(), critic=OwnCritic()), "others do not use one"),
         (lambda: Algorithm(GAE(), critic=SharedCritic(), update=TrustRegion()), "out of the region"),
         (lambda: GAE(1.5), "between 0 and 1"),
         (lambda: GAE(1.0, -0.1), "between 0 and 1"),

@@ -323,7 +323,7 @@ def test_a_row_and_a_page_say_what_the_files_say(root: Path) -> None:
     assert (found["status"], found["said"]) == ("finished", "finished, 4 of 4 steps")
     assert (found["task"], found["step"], found["steps"], found["seed"]) == ("lecture", 4, 4, 5)
     assert found["accuracy"] == last["eval/accuracy"] and found["words"] == run.result["words"]  # type: ignore[index]
-    assert found["objective"].startswith("Maximise") and "objective" not in found["config"]
+    assert found["objective"].startswith("Maximize") and "objective" not in found["config"]
     assert found["config"]["steps"] == 4 and found["versions"]["torch"] and found["problems"] == []
     assert found["recorded"] == [0, 1, 2, 3]
     assert found["charts"][0]["key"] == "accuracy" and found["charts"][-1]["key"] == "loss"

@@ -80,7 +80,7 @@ def test_looking_never_runs_code(
             reward.unlink()
         for args in ((), ("--step", "0"), ("--json",)):
             assert main(["show", str(foreign), *args]) == 0
-        assert "Maximise" in capsys.readouterr().out
+        assert "Maximize" in capsys.readouterr().out
         assert main(["report", str(foreign)]) == 0
         with TestClient(application(foreign.parent)) as client:
             for path in ("/", "/runs", "/run?id=r", "/compare?id=r", "/completions?id=r", "/figure/training?a.run=r"):
