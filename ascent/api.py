@@ -256,7 +256,7 @@ def reopen(
             with naming_file(chosen):
                 parts.streams.restore(groups.pop("rng"))
                 parts.engine.pending = unpack_rollouts(
-                    groups.pop("ahead", {}), saved.get("ahead", []), parts.task.player
+                    groups.pop("ahead", {}), saved.get("ahead", []), parts.task.conversations
                 )
                 parts.learner.restore(groups)
             check_ahead(parts.engine.pending, first, config.ahead)

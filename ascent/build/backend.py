@@ -33,8 +33,8 @@ class BoundTask(Task, Protocol):
     """The tokens that end a response."""
     passes: Any
     """Passes over its rows, a `tasks.passes.Passes`; None: it has no rows."""
-    player: Any
-    """What answers the turns of its responses (`Prompts.start_episodes`); None: there is one turn."""
+    conversations: Any
+    """Starts the conversations of prompts (`Prompts.start_episodes`); None: responses have a single turn."""
 
     def words(self, ids: Sequence[int]) -> str:
         """A response as it is graded, without the token that ended it."""

@@ -41,7 +41,7 @@ from ascent.inference.stop_strings import StopStrings
 from ascent.models.causal_lm import GIVEN, LanguageModel, is_mixed, pick_device
 from ascent.rewards.grading import rate_responses, self_test
 from ascent.rewards.tokenized_task import OfflineTextTask, TokenizedTask
-from ascent.rollout.conversations import bind_text_environment
+from ascent.rollout.conversation_task import bind_text_environment
 from ascent.sandbox.sandboxed_reward import check_isolation
 from ascent.tasks.reward_sources import FUNCTIONS
 from ascent.training.fsdp import ShardedLearner

@@ -17,7 +17,7 @@ from ascent.core.types import Prompts, Streams
 from ascent.distributed.ranks import SINGLE_PROCESS, Ranks
 from ascent.models.small_policies import Policy, ValueFunction, draw_next
 from ascent.rewards.small_task import BoundSmallTask, SmallOfflineTask
-from ascent.rollout.conversations import bind_small_environment
+from ascent.rollout.conversation_task import bind_small_environment
 from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.tasks.reward_sources import LEARNED
 from ascent.training.small_learner import SmallLearner, score_small_responses, score_small_steps

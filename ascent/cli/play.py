@@ -24,7 +24,8 @@ from ascent.environments.tool_chat import tool_instruction
 from ascent.environments.tools import Tools, load_tool, parse_tool_counts, schemas_of
 from ascent.processes.supervisor import Limits
 from ascent.rewards.grading import Grading
-from ascent.rollout.conversations import GLANCE, EnvironmentPool, make_environment_source, problem_seed
+from ascent.rollout.conversation_task import make_environment_source
+from ascent.rollout.conversations import POLL_SECONDS, EnvironmentPool, problem_seed
 from ascent.runs.display.terminal import printable, wrapped
 from ascent.runs.recorded_conversation import ENVIRONMENT, POLICY, TOOL, calls_words, colour_wanted, speech_lines
 from ascent.settings import find_task
@@ -193,7 +194,7 @@ def take_turns(episode: PlayedEpisode, seed: int, terminal: Terminal, rewards: l
 
 
 def _next_step(pool: EnvironmentPool, turn: int) -> Step:
-    while not (replies := pool.answers(GLANCE)):
+    while not (replies := pool.answers(POLL_SECONDS)):
         pass  # a deadline of the pool is a reply too
     if replies[0].step is None:
         when = f"in turn {turn}" if turn else "when it began"
@@ -249,7 +250,12 @@ def text_episode(task: Any, seed: int) -> PlayedEpisode:
     if task.tools:
         schemas, answers = schemas_of([load_tool(source) for source in task.tools]), TOOL
         chat.insert(0, {"role": "system", "content": tool_instruction(schemas)})
-        settings = {"sources": list(task.tools), "schemas": schemas, "form": "plain", "sandbox": task.tool_sandbox}
+        settings = {
+            "sources": list(task.tools),
+            "schemas": schemas,
+            "format_name": "plain",
+            "sandbox": task.tool_sandbox,
+        }
         pool = EpisodePool(Source("ascent.environments.tools:make_tools", settings), limits)
     elif task.environment:
         pool = EpisodePool(make_environment_source(task.environment), limits)
@@ -331,7 +337,7 @@ def play_environment(loaded: LoadedPolicy, seed: int, terminal: Terminal) -> Non
         loaded = replace(loaded, config=replace(loaded.config, task=with_person))
     bound: Any = loaded.unscored_task()
     with closing(bound):
-        bound.player.pool = InProcessEpisodePool(_person_factory(task, bound, words, terminal))
+        bound.conversations.pool = InProcessEpisodePool(_person_factory(task, bound, words, terminal))
         try:
             tools = words and bool(task.tools)
             prompts = _first_prompt(bound, words and not tools, tools, seed, terminal)
@@ -367,7 +373,7 @@ def _person_factory(task: Any, bound: Any, words: bool, terminal: Terminal) -> C
             return line
 
         return lambda: Person(terminal, lambda action: action, read)
-    settings = bound.player.pool.setup[1]
+    settings = bound.conversations.pool.setup[1]
 
     def tool(name: str) -> Callable[..., str]:
         def answer(**arguments: Any) -> str:
@@ -382,7 +388,7 @@ def _person_factory(task: Any, bound: Any, words: bool, terminal: Terminal) -> C
             return super().step(action)
 
     names = [schema["function"]["name"] for schema in settings["schemas"]]
-    return lambda: TypedTools([tool(name) for name in names], settings["schemas"], settings["form"])
+    return lambda: TypedTools([tool(name) for name in names], settings["schemas"], settings["format_name"])
 
 
 def _first_prompt(bound: Any, has_opening: bool, has_tools: bool, seed: int, terminal: Terminal) -> Prompts:
@@ -392,7 +398,7 @@ def _first_prompt(bound: Any, has_opening: bool, has_tools: bool, seed: int, ter
     prompts = bound.held_out(NUM_PROBLEMS)
     place = random.Random(seed).randrange(len(prompts))
     question = bound.question(prompts, place)
-    problem = bound.player.problem(prompts, place)
+    problem = bound.conversations.problem(prompts, place)
     terminal.show_turn("prompt", question.words)
     if problem.answer is not None:
         terminal.note(f"The right answer: {problem.answer}")

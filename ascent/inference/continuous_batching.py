@@ -305,7 +305,7 @@ class LocalConversationEngine(LocalEngine):
                 self.sampling_params,
                 greedy,
             )
-            self.latest_timeline = serve_requests(self, visits.queue, count, limit, visits.longest)
+            self.latest_timeline = serve_requests(self, visits.queue, count, limit, visits.max_prompt_tokens)
             most, how = (
                 min(limit, self.max_sampled_tokens or limit),
                 (self.temperature, self.version, self.sampling_params.unrestricted),

@@ -14,8 +14,8 @@ class BaseTask:
     """Named settings of a whole run; `default` is what `ascent train TASK` uses."""
     passes: ClassVar[Any] = None
     """Passes over the rows to train on (`passes.Passes`); None: each step draws anew."""
-    player: ClassVar[Any] = None
-    """What answers the turns of its responses, once the task is bound; None: there is one turn."""
+    conversations: ClassVar[Any] = None
+    """Starts the conversations of its prompts, once the task is bound; None: responses have a single turn."""
     in_order: ClassVar[bool] = False
     """Its problems come in one order, from a stream: each step takes the next ones."""
 

@@ -659,7 +659,7 @@ def test_the_signature_of_an_agent_that_cannot_be_read() -> None:
 
 def test_a_note_of_an_episode_keeps_its_outcome_when_it_is_sent() -> None:
     note = pickle.loads(pickle.dumps(EpisodeNote("turn 1: cut off", AgentResult(reward=0.5))))
-    assert note == "turn 1: cut off" and note.outcome.reward == 0.5 and type(note) is EpisodeNote
+    assert note == "turn 1: cut off" and note.result.reward == 0.5 and type(note) is EpisodeNote
 
 
 def nothing() -> None: ...

@@ -17,7 +17,7 @@ from ascent.environments import python_tool
 from ascent.environments.episode_pool import EpisodePool, Reply
 from ascent.environments.tools import Tools, load_tool, schemas_of
 from ascent.processes.supervisor import Limits
-from ascent.rollout.conversations import make_tools_source
+from ascent.rollout.conversation_task import make_tools_source
 from ascent.sandbox.escape_tests import ESCAPE_TESTS, EscapeTestResult
 from ascent.sandbox.isolation import Isolation, IsolationError
 from ascent.sandbox.sandbox import SandboxError

@@ -13,7 +13,7 @@ from ascent.core.errors import ConfigError
 from ascent.environments.episode_pool import EpisodePool, Reply
 from ascent.environments.episode_process import Source
 from ascent.processes.supervisor import Limits
-from ascent.rollout.conversations import make_environment_source
+from ascent.rollout.conversation_task import make_environment_source
 from ascent.settings import configure, flatten
 from ascent.tasks.text.table_tasks import Jsonl
 from ascent.tasks.text.text_task import Problem, TextTask

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ascent.core.errors import ConfigError
 from ascent.environments.calculator import calculator
 from ascent.environments.tool_call_formats import FORMATS
-from ascent.environments.tools import Tools, load_tool, parse_tool_counts, schema_of, schemas_of, wrong_arguments
+from ascent.environments.tools import Tools, check_arguments, load_tool, parse_tool_counts, schema_of, schemas_of
 from ascent.tasks.text.text_task import Problem
 from ascent.tasks.tool_sources import tool_sources
 
@@ -104,8 +104,8 @@ class Shop:
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (lambda x: x, "a function with a name"),
-        (Shop, "a function with a name"),
+        (lambda x: x, "a named function"),
+        (Shop, "a named function"),
         (print, "cannot be given by name"),
         (dict.get, "cannot be given by name|cannot be read"),
         (max, r"--tools max: its signature cannot be read \("),
@@ -132,7 +132,7 @@ def test_tools_are_named_on_the_command_line(tmp_path: Path) -> None:
     for entries, why in ((["calculater"], "Did you mean calculator"), ([""], "a tool is"), (["f"], "a tool is")):
         with pytest.raises(ConfigError, match=why):
             tool_sources(entries)
-    with pytest.raises(ConfigError, match="it is int, and a tool is a function"):
+    with pytest.raises(ConfigError, match="a tool has to be a function, and this is int"):
         load_tool(f"python:{file}:h")
 
 
@@ -188,7 +188,7 @@ def test_what_the_model_reads(call: str, said: str) -> None:
 
 
 def test_a_long_result_is_cut_and_says_so() -> None:
-    said = answer('search {"words": "xxxxxxxxxx", "most": 1000}', longest_result=50)
+    said = answer('search {"words": "xxxxxxxxxx", "most": 1000}', max_result_characters=50)
     assert said.endswith("… (cut: 50 of 18,000 characters)") and len(said) < 120
     assert "… (cut" in answer(f'fails {{"kind": "{"x" * 9000}"}}')
 
@@ -244,7 +244,7 @@ def test_async_tools_share_a_loop_for_the_episode() -> None:
 def test_arguments_are_held_to_their_schema(value: Any, schema: Any, wrong: str) -> None:
     import re
 
-    said = wrong_arguments({"x": value}, {"properties": {"x": schema}})
+    said = check_arguments({"x": value}, {"properties": {"x": schema}})
     assert bool(said) == bool(wrong) and re.search(wrong, said)
 
 

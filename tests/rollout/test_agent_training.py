@@ -191,7 +191,7 @@ def test_an_agent_that_streams_with_tools_and_stop_strings_is_recorded_as_one_th
 
 
 def test_the_time_in_which_processes_start_is_none_of_an_episodes(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_training, "GRACE", 0.0)
+    monkeypatch.setattr(in_training, "GRACE_SECONDS", 0.0)
 
     def talk(client: httpx.Client, assignment: Assignment) -> float:
         time.sleep(0.5)  # in place of a process that imports
@@ -250,8 +250,8 @@ def test_an_agent_that_fails_makes_its_episode_invalid_with_a_reason(config: Any
     valid = batch.valid.flatten().tolist()
     assert sorted(valid) == [False] * 4 + [True] * 2 and len(errors) == 4
     said = " | ".join(errors)
-    for reason in ("died of something", "asked nothing", "rewritten", "its reward is nan", "401"):
-        assert reason in said or (reason == "asked nothing"), (reason, said)
+    for reason in ("died of something", "requested nothing", "rewritten", "its reward is nan", "401"):
+        assert reason in said or (reason == "requested nothing"), (reason, said)
     cut = [place for place, note in notes.items() if "cut off: the limit of" in note]
     assert len(cut) == 1 and valid[cut[0]] and bool(batch.truncated.flatten()[cut[0]])
     assert batch.reward.flatten()[next(i for i, ok in enumerate(valid) if ok and i != cut[0])] == 0.5

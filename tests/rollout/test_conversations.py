@@ -25,7 +25,8 @@ from ascent.environments.chat_templates import ChatTemplate
 from ascent.environments.episode_pool import InProcessEpisodePool
 from ascent.models.causal_lm import CausalLM, LanguageModel
 from ascent.rewards.small_task import BoundSmallTask
-from ascent.rollout.conversations import ConversationFactory, bind_small_environment
+from ascent.rollout.conversation_task import bind_small_environment
+from ascent.rollout.conversations import ConversationFactory
 from ascent.runs.recorded_conversation import conversation
 from ascent.tasks.small.multi_turn import Swaps
 from ascent.tasks.text.table_tasks import Jsonl
@@ -397,11 +398,11 @@ def test_calls_that_are_under_way_together_each_get_their_own_replies(place: Pat
     with closing(language().bind(task, model, {})) as bound:
         prompts = bound.draw(1, torch.Generator().manual_seed(0))
         one, two = (prompts.start_episodes(prompts, 2, [seed, seed + 1]) for seed in (1, 10))
-        one.ask(0, model.tokenize("a"))
-        two.ask(1, model.tokenize("b"))
-        assert bound.player.opening(bound.problem(3)).startswith("hint")
-        assert [response for response, _ in two.answers(wait=True)] == [1]
-        assert [response for response, _ in one.answers(wait=True)] == [0]
+        one.submit_turn(0, model.tokenize("a"))
+        two.submit_turn(1, model.tokenize("b"))
+        assert bound.conversations.opening(bound.problem(3)).startswith("hint")
+        assert [response for response, _ in two.poll(wait=True)] == [1]
+        assert [response for response, _ in one.poll(wait=True)] == [0]
         one.close()
         two.close()
 
@@ -416,7 +417,7 @@ def test_a_look_does_not_wait_for_episodes_that_begin() -> None:
 
     with closing(bind_small_environment(BoundSmallTask(Swaps()))) as bound:
         prompts = bound.held_out(1)
-        bound.player.pool = Slow(Swaps().episode)
+        bound.conversations.pool = Slow(Swaps().episode)
         with closing(prompts.start_episodes(prompts, 1, [1])) as episodes:
             episodes.submit_turn(0, [0])
             assert [episodes.poll(wait=False) for _ in range(3)] == [[], [], []]
@@ -458,15 +459,15 @@ def test_an_observation_that_cannot_be_shown_is_the_error_of_its_response(place:
 
     with closing(bind_small_environment(BoundSmallTask(replace(Swaps())))) as bound:
         prompts = bound.held_out(1)
-        bound.player.pool = InProcessEpisodePool(Odd)
+        bound.conversations.pool = InProcessEpisodePool(Odd)
         with closing(prompts.start_episodes(prompts, 2, [1, 2])) as episodes:
             episodes.submit_turn(0, [0])
             ((_, answer),) = episodes.poll(wait=True)
-            assert answer.tokens == [] and "answered nothing, and was not over" in str(answer.error)
-            bound.player.words = lambda *_: "a"
+            assert answer.tokens == [] and "returned an empty observation without being done" in str(answer.error)
+            bound.conversations.decode_turn = lambda *_: "a"
             episodes.submit_turn(1, [0])
             ((_, answer),) = episodes.poll(wait=True)
-            assert "cannot be shown" in str(answer.error)
+            assert "cannot be rendered" in str(answer.error)
 
 
 def test_a_prompt_that_was_typed_is_played_as_its_own_problem(place: Path, model: Any) -> None:
@@ -560,14 +561,14 @@ def test_tokens_that_no_tokenizer_would_write_stay_as_drawn(name: str, kind: str
     words = lm.decode(script[:-1])
     assert lm.tokenize(words) != script[:-1] and None not in script
     template = ChatTemplate(tokenizer, (), stops)
-    player = ConversationFactory(
+    conversations = ConversationFactory(
         InProcessEpisodePool(Echo),
         lambda *_: Problem("?"),
         lambda turn, _: lm.decode(turn[:-1]),
-        tokens=lambda step, turn, history: template.render_observation(turn, step.observation, history),
+        render_observation=lambda step, turn, history: template.render_observation(turn, step.observation, history),
     )
     prompt = lm.encode([{"role": "user", "content": "How high is it?"}])
-    prompts = replace(Prompts.of(torch.tensor([prompt])), start_episodes=player)
+    prompts = replace(Prompts.of(torch.tensor([prompt])), start_episodes=conversations)
     rollouts = sampler_of(lm, limit=300).generate(prompts, 2)
     for s in range(2):
         tokens, mask = rollouts.response[0, s][rollouts.present[0, s]], rollouts.mask[0, s][rollouts.present[0, s]]

@@ -23,7 +23,7 @@ from ascent.models.small_policies import Transformer
 from ascent.oracle.estimator import estimate
 from ascent.oracle.exact import Table, every_episode
 from ascent.rewards.small_task import BoundSmallTask
-from ascent.rollout.conversations import bind_small_environment
+from ascent.rollout.conversation_task import bind_small_environment
 from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.settings import configure
 from ascent.tasks.environment import Environment, Step

@@ -99,7 +99,7 @@ def group_of(prompt: int, temperature: float, seed: int) -> Batch:
     sampler = SmallPolicyEngine(_policy(world.policy), temperature, torch.Generator().manual_seed(seed))
     bound, prompts = SmallBackend().bind(world.task, None, {}), Prompts.of(torch.tensor([world.prompt]))
     if world.plays:
-        prompts = replace(prompts, start_episodes=bound.player)
+        prompts = replace(prompts, start_episodes=bound.conversations)
     batch, _ = score_rollouts(bound, sampler.generate(prompts, _GROUP))
     table = _oracle(prompt, temperature)
     every = {_words(table.batch, row): row for row in range(table.batch.mask.shape[1])}
