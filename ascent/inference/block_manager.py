@@ -7,61 +7,61 @@ from collections.abc import Sequence
 
 
 class BlockManager:
-    """The pages that are free. Rows take the lowest and prompts the highest, so each kind lies together.
+    """Allocator of KV-cache blocks.
 
-    `border`: from there on the lowest are prompts' first, in the order in which they come.
+    Sequences get the lowest free blocks and prompts the highest ones, so that blocks of one kind are close together.
+    `prompt_region`: from this block upwards, prompts get the lowest free block instead.
     """
 
     def __init__(self, num_blocks: int, block_size: int, prompt_region: int | None = None):
-        self.num_blocks, self.block_size, self.prompt_region = (
-            num_blocks,
-            block_size,
-            num_blocks if prompt_region is None else prompt_region,
-        )
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.prompt_region = num_blocks if prompt_region is None else prompt_region
         self._free = set(range(num_blocks))
         self._low = list(range(num_blocks))
         self._high = [
-            self._rank(page) for page in (*range(self.prompt_region, num_blocks), *reversed(range(self.prompt_region)))
+            self._rank(block)
+            for block in (*range(self.prompt_region, num_blocks), *reversed(range(self.prompt_region)))
         ]
-        """Heaps of the free pages and of their ranks; a page that was taken from the other end may still be there."""
-        self._given: list[int] = []
-        """Free pages that are in neither yet: most calls end before anybody takes them again."""
+        """Heaps of free blocks (for sequences) and of their ranks (for prompts). Both may contain stale entries: blocks
+        that were allocated through the other heap."""
+        self._freed: list[int] = []
+        """Blocks that were freed but not pushed to the heaps yet. `allocate` pushes them when it needs the heaps."""
         self.peak_used = 0
-        """The largest number of pages that were ever held at once."""
+        """Largest number of blocks that were allocated at once."""
 
-    def __len__(self) -> int:
-        """How many are free."""
+    @property
+    def num_free(self) -> int:
         return len(self._free)
 
-    def blocks_needed(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
+    def blocks_needed(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int, high: bool = False) -> list[int]:
-        """This many pages; there must be as many."""
-        for page in self._given:
-            heapq.heappush(self._low, page)
-            heapq.heappush(self._high, self._rank(page))
-        self._given.clear()
-        pages: list[int] = []
-        while len(pages) < count:
-            page = self._page(heapq.heappop(self._high)) if high else heapq.heappop(self._low)
-            if page in self._free:
-                self._free.remove(page)
-                pages.append(page)
+        """Allocate blocks. At least `count` blocks must be free. `high`: for a prompt."""
+        for block in self._freed:
+            heapq.heappush(self._low, block)
+            heapq.heappush(self._high, self._rank(block))
+        self._freed.clear()
+        blocks: list[int] = []
+        while len(blocks) < count:
+            block = self._block(heapq.heappop(self._high)) if high else heapq.heappop(self._low)
+            if block in self._free:
+                self._free.remove(block)
+                blocks.append(block)
         self.peak_used = max(self.peak_used, self.num_blocks - len(self._free))
-        return pages
+        return blocks
 
-    def free(self, pages: Sequence[int]) -> None:
-        """Back to the free ones."""
-        free = len(self._free) + len(pages)
-        self._free.update(pages)
-        if len(self._free) != free:
-            raise AssertionError(f"some of the pages {pages} were given back twice")
-        self._given += pages
+    def free(self, blocks: Sequence[int]) -> None:
+        """Free allocated blocks."""
+        num_free = len(self._free) + len(blocks)
+        self._free.update(blocks)
+        if len(self._free) != num_free:
+            raise AssertionError(f"some of the blocks {blocks} were freed twice")
+        self._freed += blocks
 
-    def _rank(self, page: int) -> int:
-        """When a prompt gets this page, if it is free."""
-        return page if page >= self.prompt_region else 2 * self.num_blocks - page
+    def _rank(self, block: int) -> int:
+        """Return the priority of a block for prompts; the lowest rank is allocated first."""
+        return block if block >= self.prompt_region else 2 * self.num_blocks - block
 
-    def _page(self, rank: int) -> int:
+    def _block(self, rank: int) -> int:
         return rank if rank < self.num_blocks else 2 * self.num_blocks - rank

@@ -1,15 +1,14 @@
-"""Caches in pages: who runs, who waits, and who gets which page.
+"""Scheduler of sequences over the KV-cache blocks and the indices of the running batch.
 
-A cache is a number of pages, each with room for the keys and values of `size` tokens. A prompt's pages are held once,
-by all rows of its group; a row's own tokens lie in pages of its own behind them. So a row takes what it uses, and
-not what it might.
+The blocks of a prompt are shared by all sequences that sample from it. The tokens of a response are in blocks of the
+sequence itself, which are allocated as it grows.
 
-    waiting   no pages yet, or none any more: the row was evicted, and is encoded again when it comes back
-    running   has a lane, and draws one token per step
-    parked    keeps its pages as long as there is room, but not its lane: its environment is at work
+    waiting      no blocks: new, or preempted; a preempted sequence is prefilled again when it is scheduled
+    running      has a batch index and decodes one token per step
+    suspended    waits for an observation: keeps its blocks while there is room, but not its batch index
 
-Where room runs out, prompts that nobody reads are dropped first, then the row that entered last is evicted. The oldest
-row is never evicted for a younger one. So something always finishes, as long as one row alone fits.
+When blocks run out, prompts without sequences are freed first; then the sequence that was scheduled last is preempted.
+The oldest sequence is never preempted for a younger one, so progress is guaranteed if a single sequence fits.
 """
 
 from __future__ import annotations
@@ -22,255 +21,262 @@ from ascent.core.errors import ConfigError
 from ascent.inference.block_manager import BlockManager
 from ascent.inference.sequence import NOT_RUNNING, Sequence
 
-SPARE = 8
-"""Running rows per page that is kept free for their growth when another row enters."""
+SEQUENCES_PER_SPARE_BLOCK = 8
+"""A new sequence is scheduled only if one free block per this many sequences remains for their growth."""
 
 
 class Scheduler:
-    """Which responses run in which lane, on which pages.
+    """Decides which sequences run, at which batch index and on which blocks.
 
-    Response i belongs to prompt i // samples. The caller encodes `fresh` prompts and the tokens of rows that come back
-    (`Row.length` > 0), draws, and says what came of it.
+    Sequence i belongs to prompt i // samples, except those of `add`. The caller prefills `prompts_to_prefill` and the
+    tokens of preempted sequences (`Sequence.num_tokens` > 0), decodes, and reports back with `suspend` and `finish`.
     """
 
     def __init__(
         self,
-        prompts: GenericSequence[int],
+        prompt_lengths: GenericSequence[int],
         samples: int,
-        lanes: int,
-        limit: int,
-        pages: BlockManager,
-        together: int = 1,
-        begun: Mapping[int, int] | None = None,
-        over: Collection[int] = (),
+        max_num_seqs: int,
+        max_tokens: int,
+        block_manager: BlockManager,
+        max_prefill_prompts: int = 1,
+        started_lengths: Mapping[int, int] | None = None,
+        finished: Collection[int] = (),
     ):
-        """`prompts`: keys of each prompt. `limit`: tokens that a row's own pages must be able to hold.
+        """`prompt_lengths`: cached tokens of each prompt. `max_tokens`: capacity that a response may need.
 
-        `together`: prompts that get pages at once, where there is room, because they are encoded together. `begun`: of
-        responses that an earlier call began, the tokens to encode when they come back; `over`: those that it ended.
+        `max_prefill_prompts`: consecutive prompts that get blocks together, if there is room, to be prefilled in one
+        forward pass. `started_lengths`: tokens to prefill of sequences that an earlier call started. `finished`:
+        sequences that an earlier call finished.
         """
-        self.prompt_lengths, self.samples, self.block_manager, self.max_prefill_prompts = (
-            dict(enumerate(prompts)),
-            samples,
-            pages,
-            together,
-        )
+        self.prompt_lengths, self.samples = dict(enumerate(prompt_lengths)), samples
+        self.block_manager, self.max_prefill_prompts = block_manager, max_prefill_prompts
         self.seq_prompts: dict[int, int] = {}
-        """The prompts of responses that came while the others ran (`add`)."""
-        least = pages.blocks_needed(max(prompts, default=0)) + pages.blocks_needed(limit)
-        if pages.num_blocks < least:
+        """Prompt ids of the sequences that `add` brought."""
+        min_blocks = block_manager.blocks_needed(max(prompt_lengths, default=0))
+        min_blocks += block_manager.blocks_needed(max_tokens)
+        if block_manager.num_blocks < min_blocks:
             raise ConfigError(
-                f"the cache has room for {pages.num_blocks * pages.block_size} tokens, and one response may take "
-                f"{least * pages.block_size}: set a lower --max-tokens, or free memory"
+                f"the KV cache has room for {block_manager.num_blocks * block_manager.block_size} tokens, but one "
+                f"response may need {min_blocks * block_manager.block_size}: set a lower --max-tokens, or free memory"
             )
-        self.max_tokens = limit
-        self.waiting = deque(i for i in range(len(prompts) * samples) if i not in over)
+        self.max_tokens = max_tokens
+        self.waiting = deque(i for i in range(len(prompt_lengths) * samples) if i not in finished)
         self.sequences: dict[int, Sequence] = {}
-        """Running and parked rows, by response, in the order in which they entered."""
+        """Running and suspended sequences by id, in the order in which they were scheduled."""
         self.resuming: deque[int] = deque()
-        """Parked rows that want a lane, and pages for what they were given."""
+        """Suspended sequences that have their observations and need a batch index and blocks."""
         self.preempted_idle: set[int] = set()
-        """Rows that were evicted while they were parked."""
-        self.free_batch_indices = list(range(lanes))[::-1]
+        """Sequences that were preempted while they were suspended."""
+        self.free_batch_indices = list(range(max_num_seqs))[::-1]
         self.prompt_blocks: dict[int, list[int]] = {}
-        """The pages of each prompt that is encoded."""
         self.prompts_to_prefill: list[int] = []
-        """Prompts that have pages and nothing on them: the caller encodes them and empties this list."""
-        self.recompute_lengths: dict[int, int] = dict(begun or {})
-        """Of responses that were evicted, the tokens to encode when they come back."""
-        self.num_unfinished = dict.fromkeys(range(len(prompts)), samples)
-        """Responses of each prompt that have not ended."""
-        for response in over:
-            self.num_unfinished[response // samples] -= 1
-        self.ref_counts = dict.fromkeys(range(len(prompts)), 0)
-        """Rows on each prompt's pages."""
+        """Prompts whose blocks are still empty. The caller prefills them and clears the list."""
+        self.recompute_lengths: dict[int, int] = dict(started_lengths or {})
+        """Of sequences without blocks, the number of tokens to prefill when they are scheduled."""
+        self.num_unfinished = dict.fromkeys(range(len(prompt_lengths)), samples)
+        """Number of unfinished sequences by prompt."""
+        for seq_id in finished:
+            self.num_unfinished[seq_id // samples] -= 1
+        self.ref_counts = dict.fromkeys(range(len(prompt_lengths)), 0)
+        """Number of sequences that read the blocks of each prompt."""
         self.num_preemptions = 0
 
-    def prompt_of(self, response: int) -> int:
-        return self.seq_prompts.get(response, response // self.samples)
+    def prompt_of(self, seq_id: int) -> int:
+        return self.seq_prompts.get(seq_id, seq_id // self.samples)
 
-    def add(self, response: int, prompt: int, keys: int, kept: int = 0) -> None:
-        """One more response waits, to a prompt that may be new. `kept`: tokens to encode when it enters."""
-        self.seq_prompts[response] = prompt
-        if prompt not in self.prompt_lengths:
-            self.prompt_lengths[prompt], self.num_unfinished[prompt], self.ref_counts[prompt] = keys, 0, 0
-        self.num_unfinished[prompt] += 1
-        if kept:
-            self.recompute_lengths[response] = kept
-        self.waiting.append(response)
+    def add(self, seq_id: int, prompt_id: int, prompt_length: int, num_tokens: int = 0) -> None:
+        """Add a waiting sequence, whose prompt may be new. `num_tokens`: tokens to prefill when it is scheduled."""
+        self.seq_prompts[seq_id] = prompt_id
+        if prompt_id not in self.prompt_lengths:
+            self.prompt_lengths[prompt_id] = prompt_length
+            self.num_unfinished[prompt_id] = self.ref_counts[prompt_id] = 0
+        self.num_unfinished[prompt_id] += 1
+        if num_tokens:
+            self.recompute_lengths[seq_id] = num_tokens
+        self.waiting.append(seq_id)
 
     @property
     def running(self) -> list[Sequence]:
-        return [row for row in self.sequences.values() if row.batch_index != NOT_RUNNING]
+        return [seq for seq in self.sequences.values() if seq.batch_index != NOT_RUNNING]
 
-    def schedule(self, ahead: int = 1, most: int | None = None) -> list[Sequence]:
-        """Rows that now get a lane, parked ones that are ready and then waiting ones, with room for `ahead` tokens.
+    def schedule(self, num_new_tokens: int = 1, max_running: int | None = None) -> list[Sequence]:
+        """Return the sequences that start to run: resumed ones first, then waiting ones.
 
-        `most`: how many may run then, if fewer than there are lanes.
+        Each has room for `num_new_tokens` more tokens. `max_running`: limit on running sequences.
         """
-        entering: list[Sequence] = []
-        lanes = (
-            len(self.free_batch_indices)
-            if most is None
-            else min(len(self.free_batch_indices), most - len(self.running))
-        )
-        while (
-            len(entering) < lanes and self.resuming and self._try_resume(row := self.sequences[self.resuming[0]], ahead)
-        ):
+        scheduled: list[Sequence] = []
+        num_free = len(self.free_batch_indices)
+        if max_running is not None:
+            num_free = min(num_free, max_running - len(self.running))
+        while len(scheduled) < num_free and self.resuming:
+            seq = self.sequences[self.resuming[0]]
+            if not self._try_resume(seq, num_new_tokens):
+                break
             self.resuming.popleft()
-            row.batch_index = self.free_batch_indices.pop()
-            entering.append(row)
-        while len(entering) < lanes and self.waiting and (new := self._try_start(self.waiting[0], ahead)) is not None:
+            seq.batch_index = self.free_batch_indices.pop()
+            scheduled.append(seq)
+        while len(scheduled) < num_free and self.waiting:
+            new = self._try_start(self.waiting[0], num_new_tokens)
+            if new is None:
+                break
             self.waiting.popleft()
             new.batch_index = self.free_batch_indices.pop()
-            entering.append(new)
-        return entering
+            scheduled.append(new)
+        return scheduled
 
-    def _try_resume(self, row: Sequence, ahead: int) -> bool:
-        """Pages for what a parked row was given; others that do not run are evicted for it only if nobody runs."""
-        want = self.block_manager.blocks_needed(min(row.num_tokens + ahead, self.max_tokens)) - len(row.block_table)
-        if want > len(self.block_manager):
+    def _missing_blocks(self, seq: Sequence, num_new_tokens: int) -> int:
+        length = min(seq.num_tokens + num_new_tokens, self.max_tokens)
+        return self.block_manager.blocks_needed(length) - len(seq.block_table)
+
+    def _try_resume(self, seq: Sequence, num_new_tokens: int) -> bool:
+        """Allocate blocks for the observation of a suspended sequence.
+
+        Sequences that neither run nor wait for an observation are preempted for it only if no sequence runs.
+        """
+        missing = self._missing_blocks(seq, num_new_tokens)
+        if missing > self.block_manager.num_free:
             self._free_unused_prompts()
-            self._preempt_idle(want, row.prompt_id)
-        while want > len(self.block_manager) and not self.running and row.seq_id in self.sequences:
+            self._preempt_idle(missing, seq.prompt_id)
+        while missing > self.block_manager.num_free and not self.running and seq.seq_id in self.sequences:
             self.preempt()
-        if want > len(self.block_manager) or row.seq_id not in self.sequences:
+        if missing > self.block_manager.num_free or seq.seq_id not in self.sequences:
             return False
-        row.block_table += self.block_manager.allocate(max(0, want))
+        seq.block_table += self.block_manager.allocate(max(0, missing))
         return True
 
-    def _try_start(self, response: int, ahead: int) -> Sequence | None:
-        prompt, length = self.prompt_of(response), self.recompute_lengths.get(response, 0)
-        own = self.block_manager.blocks_needed(min(length + ahead, self.max_tokens))
-        new = 0 if prompt in self.prompt_blocks else self.block_manager.blocks_needed(self.prompt_lengths[prompt])
-        if len(self.block_manager) < own + new + len(self.sequences) // SPARE:
-            held = self.block_manager.num_blocks - len(self.block_manager) - sum(map(len, self.prompt_blocks.values()))
-            growth = (
-                len(self.sequences) * self.block_manager.blocks_needed(self.max_tokens) - held
-            )  # what the rows may still come to need
-            want = own + new + min(len(self.sequences) // SPARE, growth)
-            if len(self.block_manager) < want:
-                self._free_unused_prompts(keep=prompt)
-                if len(self.block_manager) < want and not self._preempt_idle(want, prompt):
+    def _try_start(self, seq_id: int, num_new_tokens: int) -> Sequence | None:
+        """Allocate blocks for a waiting sequence, and for its prompt if it has none."""
+        blocks, num_seqs = self.block_manager, len(self.sequences)
+        prompt_id, num_tokens = self.prompt_of(seq_id), self.recompute_lengths.get(seq_id, 0)
+        needed = own = blocks.blocks_needed(min(num_tokens + num_new_tokens, self.max_tokens))
+        if prompt_id not in self.prompt_blocks:
+            needed += blocks.blocks_needed(self.prompt_lengths[prompt_id])
+        spare = num_seqs // SEQUENCES_PER_SPARE_BLOCK
+        if blocks.num_free < needed + spare:
+            used = blocks.num_blocks - blocks.num_free - sum(map(len, self.prompt_blocks.values()))
+            max_growth = num_seqs * blocks.blocks_needed(self.max_tokens) - used
+            needed += min(spare, max_growth)
+            if blocks.num_free < needed:
+                self._free_unused_prompts(keep=prompt_id)
+                if blocks.num_free < needed and not self._preempt_idle(needed, prompt_id):
                     return None
-        self.recompute_lengths.pop(response, None)
-        row = Sequence(response, prompt, length, self.block_manager.allocate(own))
-        if prompt not in self.prompt_blocks:
-            self._allocate_prompts(prompt)
-        self.sequences[response] = row
-        self.ref_counts[prompt] += 1
-        return row
+        self.recompute_lengths.pop(seq_id, None)
+        seq = Sequence(seq_id, prompt_id, num_tokens, blocks.allocate(own))
+        if prompt_id not in self.prompt_blocks:
+            self._allocate_prompts(prompt_id)
+        self.sequences[seq_id] = seq
+        self.ref_counts[prompt_id] += 1
+        return seq
 
-    def _preempt_idle(self, pages: int, prompt: int) -> bool:
-        """This many free pages, at the cost of rows that wait for a turn which may never be asked for."""
-        parked = [
-            row for row in self.sequences.values() if row.batch_index == NOT_RUNNING and row.seq_id not in self.resuming
+    def _preempt_idle(self, num_blocks: int, keep_prompt: int) -> bool:
+        """Free blocks by preempting suspended conversations of clients, which may never continue."""
+        suspended = [
+            seq for seq in self.sequences.values() if seq.batch_index == NOT_RUNNING and seq.seq_id not in self.resuming
         ]
-        for row in parked if self.seq_prompts else []:
-            if len(self.block_manager) >= pages:
+        for seq in suspended if self.seq_prompts else []:
+            if self.block_manager.num_free >= num_blocks:
                 break
-            self.preempt(row)
-            self._free_unused_prompts(keep=prompt)
-        return len(self.block_manager) >= pages
+            self.preempt(seq)
+            self._free_unused_prompts(keep=keep_prompt)
+        return self.block_manager.num_free >= num_blocks
 
-    def _allocate_prompts(self, prompt: int) -> None:
-        """Pages for this prompt, and for those behind it as far as they leave room for the rows to grow."""
-        for p in (p for p in range(prompt, prompt + self.max_prefill_prompts) if p in self.prompt_lengths):
-            need = self.block_manager.blocks_needed(self.prompt_lengths[p])
-            if p != prompt and (
-                p in self.prompt_blocks
-                or not self.num_unfinished[p]
-                or len(self.block_manager) < need + 2 * len(self.sequences)
+    def _allocate_prompts(self, first: int) -> None:
+        """Allocate blocks for a prompt, and for the next ones as long as the sequences keep room to grow."""
+        for prompt_id in range(first, first + self.max_prefill_prompts):
+            if prompt_id not in self.prompt_lengths:
+                continue
+            needed = self.block_manager.blocks_needed(self.prompt_lengths[prompt_id])
+            if prompt_id != first and (
+                prompt_id in self.prompt_blocks
+                or not self.num_unfinished[prompt_id]
+                or self.block_manager.num_free < needed + 2 * len(self.sequences)
             ):
                 continue
-            self.prompt_blocks[p] = self.block_manager.allocate(need, high=True)
-            self.prompts_to_prefill.append(p)
+            self.prompt_blocks[prompt_id] = self.block_manager.allocate(needed, high=True)
+            self.prompts_to_prefill.append(prompt_id)
 
     def _free_unused_prompts(self, keep: int | None = None) -> None:
-        for prompt in [p for p in self.prompt_blocks if self.ref_counts[p] == 0 and p != keep]:
-            self.block_manager.free(self.prompt_blocks.pop(prompt))
-            self.prompts_to_prefill = [p for p in self.prompts_to_prefill if p != prompt]
+        """Free the blocks of prompts that no sequence reads, except those of `keep`."""
+        for prompt_id in [p for p in self.prompt_blocks if self.ref_counts[p] == 0 and p != keep]:
+            self._free_prompt(prompt_id)
 
-    def can_append(self, ahead: int) -> bool:
-        """Is there room for `ahead` more tokens in all rows that run, with nobody evicted?"""
-        size, free = self.block_manager.block_size, len(self.block_manager)
-        short = (row for row in self.running if row.num_tokens + ahead > len(row.block_table) * size)
-        return (
-            sum(
-                self.block_manager.blocks_needed(min(row.num_tokens + ahead, self.max_tokens)) - len(row.block_table)
-                for row in short
-            )
-            <= free
-        )
+    def _free_prompt(self, prompt_id: int) -> None:
+        self.block_manager.free(self.prompt_blocks.pop(prompt_id, []))
+        self.prompts_to_prefill = [p for p in self.prompts_to_prefill if p != prompt_id]
 
-    def reserve(self, ahead: int, rows: GenericSequence[Sequence] | None = None) -> list[Sequence]:
-        """Room for `ahead` more tokens in these rows (all that run), oldest first; those that were evicted for it."""
-        evicted: list[Sequence] = []
-        for row in self.running if rows is None else rows:
-            if (
-                row.num_tokens + ahead <= len(row.block_table) * self.block_manager.block_size
-                or row.seq_id not in self.sequences
-            ):
+    def can_append(self, num_new_tokens: int) -> bool:
+        """Return whether all running sequences can grow by `num_new_tokens` without preemption."""
+        missing = (self._missing_blocks(seq, num_new_tokens) for seq in self.running)
+        return sum(max(0, count) for count in missing) <= self.block_manager.num_free
+
+    def reserve(self, num_new_tokens: int, sequences: GenericSequence[Sequence] | None = None) -> list[Sequence]:
+        """Allocate room for `num_new_tokens` more tokens per sequence, oldest first. Return preempted sequences.
+
+        `sequences`: default: all that run.
+        """
+        preempted: list[Sequence] = []
+        for seq in self.running if sequences is None else sequences:
+            if seq.seq_id not in self.sequences:
                 continue
-            want = self.block_manager.blocks_needed(min(row.num_tokens + ahead, self.max_tokens)) - len(row.block_table)
-            while want > len(self.block_manager) and row.seq_id in self.sequences:
+            missing = self._missing_blocks(seq, num_new_tokens)
+            while missing > self.block_manager.num_free and seq.seq_id in self.sequences:
                 self._free_unused_prompts()
-                if want > len(self.block_manager):
-                    evicted.append(self.preempt())
-            if row.seq_id in self.sequences and want > 0:
-                row.block_table += self.block_manager.allocate(want)
-        return evicted
+                if missing > self.block_manager.num_free:
+                    preempted.append(self.preempt())
+            if seq.seq_id in self.sequences and missing > 0:
+                seq.block_table += self.block_manager.allocate(missing)
+        return preempted
 
-    def preempt(self, row: Sequence | None = None) -> Sequence:
-        """This row, or the one that entered last, gives up its pages and waits, first in line."""
-        row = row or self.sequences[next(reversed(self.sequences))]
-        self.recompute_lengths[row.seq_id] = row.num_tokens
-        if row.batch_index == NOT_RUNNING and row.seq_id not in self.resuming:
-            self.preempted_idle.add(row.seq_id)
+    def preempt(self, seq: Sequence | None = None) -> Sequence:
+        """Free the blocks of a sequence (default: the one scheduled last) and put it first in the waiting queue."""
+        seq = seq or self.sequences[next(reversed(self.sequences))]
+        self.recompute_lengths[seq.seq_id] = seq.num_tokens
+        if seq.batch_index == NOT_RUNNING and seq.seq_id not in self.resuming:
+            self.preempted_idle.add(seq.seq_id)
         else:
-            self.waiting.appendleft(row.seq_id)
-        self._remove(row)
+            self.waiting.appendleft(seq.seq_id)
+        self._remove(seq)
         self.num_preemptions += 1
-        return row
+        return seq
 
-    def suspend(self, response: int) -> None:
-        """This row waits for its environment: another takes its lane, its pages stay."""
-        row = self.sequences[response]
-        self.free_batch_indices.append(row.batch_index)
-        row.batch_index = NOT_RUNNING
+    def suspend(self, seq_id: int) -> None:
+        """Take a running sequence out of the batch until it gets an observation. It keeps its blocks."""
+        seq = self.sequences[seq_id]
+        self.free_batch_indices.append(seq.batch_index)
+        seq.batch_index = NOT_RUNNING
 
-    def resume(self, response: int, length: int) -> None:
-        """A parked row may continue with so many tokens; one that was evicted meanwhile waits for pages first."""
-        if response in self.preempted_idle:
-            self.preempted_idle.remove(response)
-            self.recompute_lengths[response] = length
-            self.waiting.appendleft(response)
+    def resume(self, seq_id: int, num_tokens: int) -> None:
+        """Continue a suspended sequence, which has `num_tokens` tokens with its observation."""
+        if seq_id in self.preempted_idle:
+            self.preempted_idle.remove(seq_id)
+            self.recompute_lengths[seq_id] = num_tokens
+            self.waiting.appendleft(seq_id)
         else:
-            self.sequences[response].num_tokens = length
-            self.resuming.append(response)
+            self.sequences[seq_id].num_tokens = num_tokens
+            self.resuming.append(seq_id)
 
-    def finish(self, response: int) -> None:
-        """This response is over; with its prompt's last one the prompt's pages are free too."""
-        prompt = self.prompt_of(response)
-        if response in self.sequences:
-            self._remove(self.sequences[response])
-        elif response in self.preempted_idle:
-            self.preempted_idle.remove(response)
+    def finish(self, seq_id: int) -> None:
+        """Remove a sequence, and its prompt if it was the last unfinished one."""
+        prompt_id = self.prompt_of(seq_id)
+        if seq_id in self.sequences:
+            self._remove(self.sequences[seq_id])
+        elif seq_id in self.preempted_idle:
+            self.preempted_idle.remove(seq_id)
         else:
-            self.waiting.remove(response)
-        self.recompute_lengths.pop(response, None)
-        self.num_unfinished[prompt] -= 1
-        if self.num_unfinished[prompt] == 0:
-            self.block_manager.free(self.prompt_blocks.pop(prompt, []))
-            self.prompts_to_prefill = [p for p in self.prompts_to_prefill if p != prompt]
-        if self.seq_prompts.pop(response, None) is not None and self.num_unfinished[prompt] == 0:
-            del self.prompt_lengths[prompt], self.num_unfinished[prompt], self.ref_counts[prompt]
+            self.waiting.remove(seq_id)
+        self.recompute_lengths.pop(seq_id, None)
+        self.num_unfinished[prompt_id] -= 1
+        if self.num_unfinished[prompt_id] == 0:
+            self._free_prompt(prompt_id)
+        if self.seq_prompts.pop(seq_id, None) is not None and self.num_unfinished[prompt_id] == 0:
+            del self.prompt_lengths[prompt_id], self.num_unfinished[prompt_id], self.ref_counts[prompt_id]
 
-    def _remove(self, row: Sequence) -> None:
-        del self.sequences[row.seq_id]
-        self.block_manager.free(row.block_table)
-        self.ref_counts[row.prompt_id] -= 1
-        if row.batch_index != NOT_RUNNING:
-            self.free_batch_indices.append(row.batch_index)
-        elif row.seq_id in self.resuming:
-            self.resuming.remove(row.seq_id)
+    def _remove(self, seq: Sequence) -> None:
+        del self.sequences[seq.seq_id]
+        self.block_manager.free(seq.block_table)
+        self.ref_counts[seq.prompt_id] -= 1
+        if seq.batch_index != NOT_RUNNING:
+            self.free_batch_indices.append(seq.batch_index)
+        elif seq.seq_id in self.resuming:
+            self.resuming.remove(seq.seq_id)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 NOT_RUNNING = -1
-"""The lane of a row that is parked."""
+"""`Sequence.batch_index` of a sequence that waits for an observation."""
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One response on pages, from when it enters until it leaves or is evicted; then it is another row."""
+    """A response with KV-cache blocks. A sequence that is preempted and scheduled again becomes a new object."""
 
     seq_id: int
     prompt_id: int
     num_tokens: int
-    """Tokens that its own pages hold, or will after the steps that are under way."""
+    """Response tokens whose keys and values are in `block_table`, counting decode steps that are still in flight."""
     block_table: list[int] = field(default_factory=list)
+    """Blocks of the response. Those of the prompt are shared (`Scheduler.prompt_blocks`)."""
     batch_index: int = NOT_RUNNING

@@ -105,7 +105,7 @@ def test_any_traffic_finishes_and_no_page_is_held_twice_or_lost(
         if len(over) == count:
             break
     assert len(over) == count, "it came to no end"
-    assert len(schedule.block_manager) == schedule.block_manager.num_blocks
+    assert schedule.block_manager.num_free == schedule.block_manager.num_blocks
 
 
 def test_the_row_that_entered_last_is_evicted_and_comes_back_first() -> None:
@@ -126,7 +126,7 @@ def test_a_row_that_continues_takes_pages_of_those_that_may_never_continue_thoug
     schedule = Scheduler([], 1, 3, 4, BlockManager(6, 2))
     for response in range(3):
         schedule.add(response, response, 2)
-    assert [row.seq_id for row in schedule.schedule()] == [0, 1, 2] and not schedule.block_manager
+    assert [row.seq_id for row in schedule.schedule()] == [0, 1, 2] and not schedule.block_manager.num_free
     schedule.suspend(0), schedule.suspend(1)
     schedule.resume(1, 2)
     assert [row.seq_id for row in schedule.schedule()] == [1] and schedule.preempted_idle == {0}
@@ -136,7 +136,7 @@ def test_no_more_parked_rows_are_evicted_than_a_new_one_needs() -> None:
     schedule = Scheduler([], 1, 3, 4, BlockManager(6, 2))
     for response in range(3):
         schedule.add(response, response, 2)
-    assert [row.seq_id for row in schedule.schedule()] == [0, 1, 2] and not schedule.block_manager
+    assert [row.seq_id for row in schedule.schedule()] == [0, 1, 2] and not schedule.block_manager.num_free
     for response in range(3):
         schedule.suspend(response)
     schedule.add(3, 3, 2)
@@ -155,11 +155,11 @@ def test_a_response_may_end_before_it_has_entered() -> None:
     schedule.finish(0)
     assert [row.seq_id for row in schedule.schedule()] == [2]
     schedule.finish(2)
-    assert len(schedule.block_manager) == 6 and not schedule.num_unfinished and not schedule.prompt_lengths
+    assert schedule.block_manager.num_free == 6 and not schedule.num_unfinished and not schedule.prompt_lengths
 
 
 def test_a_prompt_that_nobody_reads_is_dropped_before_a_row_is_evicted() -> None:
-    schedule = Scheduler([4, 4], 1, 1, 12, BlockManager(4, 4), together=2)
+    schedule = Scheduler([4, 4], 1, 1, 12, BlockManager(4, 4), max_prefill_prompts=2)
     (row,) = schedule.schedule()
     assert schedule.prompts_to_prefill == [0, 1], "both are encoded together, though the second has no lane yet"
     for length in (4, 8):
@@ -176,10 +176,10 @@ def test_a_prompts_pages_are_held_once_and_freed_with_its_last_response() -> Non
     schedule = Scheduler([10], 3, 3, 4, BlockManager(20, 4))
     schedule.schedule()
     assert len(schedule.prompt_blocks[0]) == 3
-    assert schedule.block_manager.num_blocks - len(schedule.block_manager) == 3 + 3
+    assert schedule.block_manager.num_blocks - schedule.block_manager.num_free == 3 + 3
     for response, free in ((1, 15), (0, 16), (2, 20)):
         schedule.finish(response)
-        assert len(schedule.block_manager) == free
+        assert schedule.block_manager.num_free == free
 
 
 def test_where_there_is_room_for_all_rows_at_their_limit_all_of_them_enter() -> None:
@@ -209,7 +209,7 @@ def test_rows_take_low_pages_and_prompts_high_ones() -> None:
     pages.free([0, 5])
     assert pages.allocate(1, high=True) == [5]
     assert pages.allocate(3) == [0, 2, 3]
-    assert len(pages) == 0 and pages.peak_used == 6
+    assert pages.num_free == 0 and pages.peak_used == 6
 
 
 # ---- what is drawn --------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def test_rows_that_were_evicted_draw_what_they_would_have_drawn(decoder: Any, ro
     want, _ = draws(PlainDecoderWithSchedule, lm, rows=64)
     got, (schedule,) = draws(decoder, lm, rows=rows, room=2 * -(-prompts_of().shape[1] // 2) + 12)
     assert schedule.num_preemptions > 0 or rows == 3
-    assert len(schedule.block_manager) == schedule.block_manager.num_blocks, "every page came back"
+    assert schedule.block_manager.num_free == schedule.block_manager.num_blocks, "every page came back"
     same(got, want)
 
 
@@ -313,7 +313,7 @@ def test_rows_are_extended_evicted_and_come_back(
         )  # observations are encoded at once, or fed step by step
         got, (schedule,) = draws(decoder, lm, observe=observing(lm.ends), limit=40, rows=rows, room=room)
         assert (schedule.num_preemptions > 0) == (room > 0)
-        assert len(schedule.block_manager) == schedule.block_manager.num_blocks, "every page came back"
+        assert schedule.block_manager.num_free == schedule.block_manager.num_blocks, "every page came back"
         same(got, want)
 
 
@@ -358,7 +358,7 @@ def test_who_answers_first_changes_nothing(
         observe = observing(lm.ends)
         got, (schedule,) = draws(decoder, lm, observe=observe, order=order, limit=40, rows=rows, room=room)
         evictions += schedule.num_preemptions
-        assert len(schedule.block_manager) == schedule.block_manager.num_blocks and not schedule.preempted_idle, (
+        assert schedule.block_manager.num_free == schedule.block_manager.num_blocks and not schedule.preempted_idle, (
             "every page came back"
         )
         same(got, want)

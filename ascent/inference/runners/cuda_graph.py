@@ -140,8 +140,8 @@ class CudaGraphRunner:
             drawn.max_tokens,
             BlockManager(pages, BLOCK_SIZE),
             MAX_PREFILL_PROMPTS,
-            begun=drawn.started_lengths,
-            over=drawn.already_finished,
+            started_lengths=drawn.started_lengths,
+            finished=drawn.already_finished,
         )
         return DecodeLoop(self, prompts, schedule, drawn)
 

@@ -44,7 +44,7 @@ class PagedRunner:
         pages = BlockManager(min(most, -(-room // size)), size) if room else BlockManager(most, size, own)
         begun = {response: length - 1 for response, length in drawn.started_lengths.items()}
         self.scheduler = Scheduler(
-            lengths, samples, rows, drawn.max_tokens, pages, begun=begun, over=drawn.already_finished
+            lengths, samples, rows, drawn.max_tokens, pages, started_lengths=begun, finished=drawn.already_finished
         )
         drawn.timeline.capacity = rows
         self.decoding = (
