@@ -26,7 +26,7 @@ from ascent.core.menu import nearest
 from ascent.core.types import Batch, State
 from ascent.distributed.ranks import torchrun_id, torchrun_rank, training_world_size
 from ascent.explain.explain import formula, objective_in_words
-from ascent.models.causal_lm import GIVEN, KEPT_MODEL, give_again, name_model
+from ascent.models.causal_lm import PYTHON_MODELS, SAVED_MODEL, register_model, restore_python_model
 from ascent.processes.user_code import CODE
 from ascent.runs import checkpoint
 from ascent.runs.alerts.step_alerts import findings
@@ -145,7 +145,7 @@ def begin(config: Config, out: str | Path | None, display: Display, preflight: b
 
 def keep_given(config: Config, path: Path) -> Path | None:
     """A model that was given in Python, saved beside the run's folder before training moves it; None: it has a name."""
-    model, tokenizer = GIVEN.get(getattr(config.policy, "model", ""), (None, None))
+    model, tokenizer = PYTHON_MODELS.get(getattr(config.policy, "model", ""), (None, None))
     if model is None:
         return None
     aside = path.with_name(f".{path.name}-model")
@@ -156,10 +156,10 @@ def keep_given(config: Config, path: Path) -> Path | None:
 
 def as_given(policy: Any) -> Any:
     """The policy as config.json has it: its model lies in the run's folder, to be loaded as it was given."""
-    model = GIVEN[policy.model][0]
+    model = PYTHON_MODELS[policy.model][0]
     dtype = str(model.dtype).removeprefix("torch.") if policy.dtype == "auto" else policy.dtype
     device = model.device.type if policy.device == "auto" else policy.device
-    return replace(policy, model=KEPT_MODEL, dtype=dtype, device=device)
+    return replace(policy, model=SAVED_MODEL, dtype=dtype, device=device)
 
 
 def settled(config: Config) -> tuple[Config, str]:
@@ -233,7 +233,7 @@ def reopen(
     if not training_world_size(config.ranks.shard):  # what ranks have begun in shards, one process may continue
         config = replace(config, ranks=replace(config.ranks, shard="auto"))
     if model is not None:
-        config = replace(config, policy=give_again(config.policy, *model))
+        config = replace(config, policy=restore_python_model(config.policy, *model))
     if torchrun_rank():
         assemble_ranks(config)
     killed = was_oom_killed(existing.folder)
@@ -296,10 +296,10 @@ def _model_given(run: Run, objects: dict[str, Any]) -> tuple[Any, Any] | None:
     if model is None and tokenizer is None:
         return None
     policy = read_settings(run.folder / "config.json")["policy"]
-    if policy.get("model") != KEPT_MODEL:
+    if policy.get("model") != SAVED_MODEL:
         name = policy.get("model", policy["name"])
         raise ConfigError(f"model: this run was made with {name} by its name, and loads it from there. Give no model")
-    name_model(model, tokenizer)
+    register_model(model, tokenizer)
     return given
 
 

@@ -29,7 +29,7 @@ from ascent.core.menu import hyperparameters, name_of, nearest
 from ascent.core.preferences import RESPONSES_PER_PROMPT
 from ascent.core.update import Adam
 from ascent.models import POLICIES
-from ascent.models.causal_lm import lora_settings, name_model
+from ascent.models.causal_lm import lora_settings, register_model
 from ascent.tasks import TASKS
 from ascent.tasks.base import BaseTask
 from ascent.tasks.python_objects import find_object, label_of, name_class, names_in
@@ -276,7 +276,7 @@ def in_words(layer: Settings) -> dict[str, Any]:
     if isinstance(model, Path):
         words["policy.model"] = str(model)
     elif model is not None and not isinstance(model, str):
-        words["policy.model"] = name_model(model, tokenizer)
+        words["policy.model"] = register_model(model, tokenizer)
     elif tokenizer is not None:
         raise ConfigError("tokenizer goes with a model that is given as an object; a name or a folder brings its own")
     return words

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ascent.ops import decode_ops as formulas
 from ascent.ops import load_kernels
-from ascent.ops.cuda_graphs import CudaGraphs, NoGraphs
+from ascent.ops.cuda_graphs import CudaGraphs, EagerGraphs
 from ascent.ops.decode_ops import AttentionParams
 from ascent.ops.decode_state import BLOCK_SIZE, RESPONSE_LENGTH, DecodeState
 from benchmarks.common import close, options_with_gpu, show
@@ -113,10 +113,10 @@ def measure(name: str, lengths: list[int], count: int, cut: bool, smoke: bool) -
     torch.manual_seed(0)
     rows = Rows(shape, lengths, count, 2 if smoke else shape["num_hidden_layers"], device)
     ops = formulas if smoke else load_kernels("triton_decoding") or formulas
-    graphs = NoGraphs() if smoke else CudaGraphs()
+    graphs = EagerGraphs() if smoke else CudaGraphs()
     took, results = {}, {}
     for how in {cut, False}:
-        graphs.warm(lambda how=how: rows.attend(ops, how))  # type: ignore[misc]
+        graphs.warm_up(lambda how=how: rows.attend(ops, how))  # type: ignore[misc]
         replay = graphs.capture(lambda how=how: rows.attend(ops, how))  # type: ignore[misc]
         replay()
         took[how], results[how] = seconds_of(replay, not smoke), rows.found()

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ascent.core.correction import MISMATCH
-from ascent.models.causal_lm import GIVEN, name_model
+from ascent.models.causal_lm import PYTHON_MODELS, register_model
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers import in_turns, middle
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_parts, random_prompts
@@ -44,7 +44,7 @@ def side(name: str, options: argparse.Namespace, rank: int) -> dict[str, float]:
     device = "cpu" if options.smoke else "cuda"
     shape, tokens = (SMOKE, 8) if options.smoke else (GPU_SHAPES[name], TOKENS)
     prompts, samples = (2, 2) if options.smoke else SIZES[name]
-    model = name_model(*random_parts(shape | {"max_position_embeddings": 1024}, device))
+    model = register_model(*random_parts(shape | {"max_position_embeddings": 1024}, device))
     work = Work(model, random_prompts(prompts, PROMPT_TOKENS, shape["vocab_size"]), samples, tokens, device)
     ours = Ours(work, {"policy.lora": rank, "policy.lora_targets": options.targets} if rank else {})
     assert ours.parts.engine.note is None, ours.parts.engine.note
@@ -59,7 +59,7 @@ def side(name: str, options: argparse.Namespace, rank: int) -> dict[str, float]:
         apart = float(ours.metrics[MISMATCH])
     finally:
         ours.close()
-        del GIVEN[model]
+        del PYTHON_MODELS[model]
     found = {part: middle(answers, part) for part in ("seconds", "generate", "reward", "update")}
     found |= {"tokens_per_second": work.loss_tokens / found["generate"], "mismatch": apart}
     if device == "cuda":

@@ -33,7 +33,7 @@ from ascent.build.model_verification import prove
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Batch, Outputs
 from ascent.models import CausalLM, LanguageModel
-from ascent.models.lm_head import Head
+from ascent.models.lm_head import LMHead
 from ascent.training.language_learner import LanguageLearner
 from ascent.training.packing import scatter_tokens, targets
 from benchmarks.common import GIVEN_BACK, ROOT, close, show
@@ -51,7 +51,7 @@ class Materialised(LanguageLearner):
 
     def evaluate(self, batch: Batch) -> Outputs:
         target = targets(batch, self.lm.device)
-        logp_all = torch.log_softmax(self._forward(batch, Head.logits) / batch.temperature, -1)
+        logp_all = torch.log_softmax(self._forward(batch, LMHead.logits) / batch.temperature, -1)
         with torch.no_grad():
             entropy = torch.cat([-(part.exp() * part).sum(-1) for part in logp_all.split(512)])
         logp = logp_all.gather(-1, target[:, None])[:, 0]

@@ -30,8 +30,8 @@ from ascent.core.sampling_params import SamplingParams
 from ascent.inference.generation_state import GenerationState
 from ascent.inference.runners.cuda_graph import cuda_graph_runner
 from ascent.models import LanguageModel
-from ascent.models.lm_head import Head, token_stats
-from ascent.models.packed_attention import ours
+from ascent.models.lm_head import LMHead, token_stats
+from ascent.models.packed_attention import packed_attention_enabled
 from ascent.ops.decode_state import BLOCK_SIZE
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.rollouts_gpu import BANDWIDTH, SHAPES, SMOKE, model_of, prompts_of
@@ -109,7 +109,7 @@ def apart(lm: LanguageModel, prompts: list[list[int]], drawn: GenerationState, c
         prompt, own = prompts[response // SAMPLES], drawn.tokens[response, : drawn.lengths[response]]
         ids = torch.cat([torch.tensor(prompt), own]).to(lm.device)[None]
         hidden = lm.backbone(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompt) - 1 : -1]
-        logp = token_stats(Head.of(lm.model), hidden, own.to(lm.device), 1.0)[0].cpu()
+        logp = token_stats(LMHead.of(lm.model), hidden, own.to(lm.device), 1.0)[0].cpu()
         gaps.append((logp - drawn.logp[response, : len(own)]).abs())
     return float(torch.cat(gaps).mean())
 
@@ -128,10 +128,10 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     seconds = []
     for limits in [lengths] if smoke else [lengths // WARM + 1, lengths]:  # the first call captures the graphs
         seeds = torch.arange(count)
-        head = Head.of(lm.model)
+        head = LMHead.of(lm.model)
         drawn = GenerationState(count, limit, lm.ends, head, seeds, 1.0, SamplingParams(), limits=limits)
         begin = time.perf_counter()
-        with torch.no_grad(), ours(lm.model):
+        with torch.no_grad(), packed_attention_enabled(lm.model):
             run = decoder(lm, prompts, SAMPLES, lanes, drawn)
             run()
         seconds.append(time.perf_counter() - begin)

@@ -31,8 +31,8 @@ from ascent.core.types import Prompts, Rollouts
 from ascent.inference.engine import LocalEngine
 from ascent.inference.runners.cuda_graph import cuda_graph_runner
 from ascent.models import LanguageModel
-from ascent.models.lm_head import Head, token_stats
-from ascent.models.packed_attention import ours
+from ascent.models.lm_head import LMHead, token_stats
+from ascent.models.packed_attention import packed_attention_enabled
 from ascent.training.packing import hidden_states
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers.models import GPU_SHAPES
@@ -92,10 +92,10 @@ def agreement(lm: LanguageModel, rollouts: Rollouts) -> tuple[float, float]:
         **{name: getattr(rollouts, name)[:4] for name in ("prompt", "response", "mask", "logp_sampler", "truncated")},
         limit=rollouts.limit,
     )
-    with ours(lm.model):
+    with packed_attention_enabled(lm.model):
         hidden = hidden_states(lm, part)
     target = part.response[part.mask].to(lm.device)
-    logp = token_stats(Head.of(lm.model), hidden, target, rollouts.temperature)[0].cpu()
+    logp = token_stats(LMHead.of(lm.model), hidden, target, rollouts.temperature)[0].cpu()
     apart = part.logp_sampler[part.mask] - logp
     return float(apart.abs().mean()), float(apart.mean())
 

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from ascent.core.errors import RunError
-from ascent.models.causal_lm import GIVEN, name_model
+from ascent.models.causal_lm import PYTHON_MODELS, register_model
 from ascent.training.micro_batches import update_operations
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_parts, random_prompts, smollm2
@@ -55,11 +55,11 @@ def made(options: argparse.Namespace, form: str) -> Ours:
     shape, device = (SMOKE, "cpu") if options.smoke else (GPU_SHAPES[options.shape], "cuda")
     prompts, samples, tokens = (2, 2, 8) if options.smoke else (PROMPTS, SAMPLES, TOKENS)
     model, tokenizer = random_parts(shape | {"max_position_embeddings": 1024}, device)
-    name = name_model(model.to(torch.bfloat16), tokenizer)
+    name = register_model(model.to(torch.bfloat16), tokenizer)
     work = Work(name, random_prompts(prompts, PROMPT_TOKENS, shape["vocab_size"]), samples, tokens, device)
     more = {"algorithm": "grpo", "policy.dtype": "bfloat16", "policy.optimizer_state": form}
     side = Ours(work, more | {"policy.gpu_memory": options.limit, "old_logp": "learner"})
-    del GIVEN[name]
+    del PYTHON_MODELS[name]
     return side
 
 

@@ -54,7 +54,7 @@ def run(side: dict[str, Any], repeats: int, smoke: bool) -> dict[str, Any]:
     """A few steps in this process: seconds, the most memory, and the last loss; or what went wrong."""
     from ascent import ops
     from ascent.core.metric_names import MISMATCH
-    from ascent.models.causal_lm import name_model
+    from ascent.models.causal_lm import register_model
     from benchmarks.peers.steps import Ours, Work
 
     if side.get("plain") and not smoke:  # what such a card lacks
@@ -64,7 +64,7 @@ def run(side: dict[str, Any], repeats: int, smoke: bool) -> dict[str, Any]:
     prompts, samples, tokens = (2, 2, 8) if smoke else side["work"]
     dtype = side.get("dtype", "bfloat16")
     model, tokenizer = random_parts(shape | {"max_position_embeddings": 1024}, device)
-    name = name_model(model.to(torch.float32 if smoke else torch.bfloat16), tokenizer)
+    name = register_model(model.to(torch.float32 if smoke else torch.bfloat16), tokenizer)
     torch.manual_seed(0)
     work = Work(name, random_prompts(prompts, 60, shape["vocab_size"]), samples, tokens, device)
     settings = {"policy.gpu_memory": side["limit"], "policy.dtype": dtype, "algorithm": side["algorithm"]}

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ascent.models.packed_attention import Spans
+from ascent.models.packed_attention import VarlenSegments
 
 
 class FlashFormulas:
@@ -17,7 +17,7 @@ class FlashFormulas:
     captured = True
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tuple[Tensor, list[Tensor]]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, spans: VarlenSegments, scale: float) -> tuple[Tensor, list[Tensor]]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         parts = []
         ends = zip(spans.queries[:-1], spans.queries[1:], spans.keys[:-1], spans.keys[1:], strict=True)
@@ -31,7 +31,15 @@ class FlashFormulas:
 
     @classmethod
     def backward(
-        cls, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _more: Any, spans: Spans, scale: float
+        cls,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        _out: Tensor,
+        _more: Any,
+        spans: VarlenSegments,
+        scale: float,
     ) -> tuple[Tensor, ...]:
         with torch.enable_grad():
             q, k, v = (x.detach().requires_grad_() for x in (q, k, v))

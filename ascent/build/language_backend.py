@@ -38,7 +38,7 @@ from ascent.inference.remote.relay_client import read_key
 from ascent.inference.remote.remote_engine import RemoteEngine
 from ascent.inference.remote.request_forwarder import RemoteConversationEngine
 from ascent.inference.stop_strings import StopStrings
-from ascent.models.causal_lm import GIVEN, LanguageModel, is_mixed, pick_device
+from ascent.models.causal_lm import PYTHON_MODELS, LanguageModel, is_mixed_precision, pick_device
 from ascent.rewards.grading import rate_responses, self_test
 from ascent.rewards.tokenized_task import OfflineTextTask, TokenizedTask
 from ascent.rollout.conversation_task import bind_text_environment
@@ -145,9 +145,9 @@ class LanguageBackend(Backend):
 
     def settled(self, config: Config, model: LanguageModel) -> Config:
         """The config says which precision was chosen, so that a resumed run computes in it on any device."""
-        if config.policy.dtype != "auto" or config.policy.model in GIVEN:
+        if config.policy.dtype != "auto" or config.policy.model in PYTHON_MODELS:
             return config
-        chosen: Any = "mixed" if is_mixed(model.model) else str(model.model.dtype).removeprefix("torch.")
+        chosen: Any = "mixed" if is_mixed_precision(model.model) else str(model.model.dtype).removeprefix("torch.")
         return replace(config, policy=replace(config.policy, dtype=chosen))
 
     def comparable(self, configs: Mapping[str, Config]) -> Mapping[str, Config]:
@@ -393,7 +393,7 @@ def check_temperature(config: Config) -> None:
 
 def _in_float32_on_cpu(policy: Any) -> Any:
     """The policy for inference: on a CPU half precision is slow, and float32 holds the same parameters."""
-    if policy.dtype == "auto" or policy.model in GIVEN or pick_device(policy.device).type != "cpu":
+    if policy.dtype == "auto" or policy.model in PYTHON_MODELS or pick_device(policy.device).type != "cpu":
         return policy
     return replace(policy, optimizer_state="auto", dtype="float32")
 

@@ -15,7 +15,7 @@ from ascent.build.model_verification import prove
 from ascent.core.config import Config
 from ascent.core.types import Rollouts
 from ascent.models.causal_lm import LanguageModel
-from ascent.models.packed_attention import ours, send
+from ascent.models.packed_attention import packed_attention_enabled, to_device_async
 from ascent.training.packing import ForwardModule, States, last_states, scatter_tokens, states_after_actions
 
 HEAD = "rating"
@@ -51,7 +51,7 @@ def step_scores(
 ) -> Float[Tensor, "prompt sample token"]:
     """What the head gives the state that each action leads to; 0 at other tokens."""
     states = states_after_actions(batch)
-    return scatter_tokens(_ratings(lm, batch, states, forward), send(states, batch.mask.device))[..., 1:]
+    return scatter_tokens(_ratings(lm, batch, states, forward), to_device_async(states, batch.mask.device))[..., 1:]
 
 
 def _ratings(
@@ -81,7 +81,7 @@ class LanguageRewardModel(LearnedReward):
 
     @torch.no_grad()
     def __call__(self, rollouts: Rollouts) -> Float[Tensor, "prompt sample #token"]:
-        with ours(self.model.model, self.model.shares):
+        with packed_attention_enabled(self.model.model, self.model.shares):
             return self.read(self.model, rollouts).cpu()
 
     def rate(self, responses: Sequence[tuple[Chat | str, str]]) -> list[float]:

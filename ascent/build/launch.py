@@ -12,7 +12,7 @@ from ascent.core.config import Config
 from ascent.core.errors import ConfigError
 from ascent.distributed.rank_group import RankGroup, join_ranks
 from ascent.distributed.ranks import training_world_size
-from ascent.models.causal_lm import GIVEN, pick_device
+from ascent.models.causal_lm import PYTHON_MODELS, pick_device
 from ascent.rollout.rank_leader import run_follower, wrap_for_ranks
 from ascent.rollout.ray_replicas import join_cluster
 
@@ -43,7 +43,7 @@ def assemble_ranks(config: Config, groups: Collection[str] = (), kept: Path | No
 def launch_settings(config: Config) -> dict[str, Any]:
     """What every rank has to be started with."""
     own = config.to_dict()
-    if own["policy"].get("model") in GIVEN:  # its name is this process's own
+    if own["policy"].get("model") in PYTHON_MODELS:  # its name is this process's own
         own["policy"] = own["policy"] | {"model": ""}
     return {name: value for name, value in own.items() if name != "threads"}
 

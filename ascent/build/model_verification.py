@@ -18,11 +18,11 @@ from ascent.core.types import Rollouts
 from ascent.inference.generation_state import GenerationState
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
-from ascent.models.causal_lm import LanguageModel, is_mixed, mix
-from ascent.models.fused_layers import fuse
-from ascent.models.lm_head import Head
-from ascent.models.packed_attention import ours
-from ascent.models.quantization import is_packed, not_packed
+from ascent.models.causal_lm import LanguageModel, is_mixed_precision, set_mixed_precision
+from ascent.models.fused_layers import fuse_layers
+from ascent.models.lm_head import LMHead
+from ascent.models.packed_attention import packed_attention_enabled
+from ascent.models.quantization import is_quantized, unquantized_parameters
 from ascent.training.packing import hidden_states, targets
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
@@ -48,7 +48,7 @@ def prove(
     """
     _refuse_rotary(lm, longest)
     windows = [size for size in attention_windows(lm) if size < longest]
-    batch, dtype, head = _probe(lm, longest, windows), next(lm.model.parameters()).dtype, Head.of(lm.model)
+    batch, dtype, head = _probe(lm, longest, windows), next(lm.model.parameters()).dtype, LMHead.of(lm.model)
     action = targets(batch, lm.device)[:, None]
     own, early = (torch.log_softmax(logits, -1) for logits in _own_logits(lm, batch))
     exact = _float32_log_probs(lm, batch) if dtype in HALF else None
@@ -71,7 +71,7 @@ def prove(
         if windows:
             return f"its attention sees {min(windows)} tokens, and there may be {longest}"
         try:
-            with ours(lm.model):
+            with packed_attention_enabled(lm.model):
                 shared = max(learned(), decoded(PagedRunner) if sampled else 0.0)
         except NotImplementedError as error:
             return str(error)
@@ -106,14 +106,14 @@ def _excess(found: Tensor, own: Tensor, exact: Tensor) -> float:
 
     At the median of the tokens, because a router that rounds to other experts moves all log-probs of a few.
     """
-    ours, theirs = ((one - exact).square().mean(-1).sqrt().median() for one in (found, own))
-    return float(ours / (theirs + 1e-4)) / EXCESS
+    packed_attention_enabled, theirs = ((one - exact).square().mean(-1).sqrt().median() for one in (found, own))
+    return float(packed_attention_enabled / (theirs + 1e-4)) / EXCESS
 
 
 def _fuse_alike(lm: LanguageModel, compare: Callable[[], float]) -> None:
     """Fuse a model's parts; undo it where the log-probs of the whole model are no longer its own."""
     before = {module: module.__dict__.get("forward") for module in lm.model.modules()}
-    fuse(lm.model)
+    fuse_layers(lm.model)
     lm.fuses = compare() < 1
     for module, forward in () if lm.fuses else before.items():
         module.__dict__.pop("forward", None)
@@ -133,7 +133,7 @@ def _insist(compare: Callable[[], float], fault: str) -> None:
 class Forced(GenerationState):
     """The probe's tokens are drawn, whatever their probability, and the logits are kept."""
 
-    def __init__(self, batch: Rollouts, head: Head):
+    def __init__(self, batch: Rollouts, head: LMHead):
         rows = zip(batch.response.flatten(0, 1), batch.mask.flatten(0, 1), strict=True)
         self.forced = [row[mask].tolist() for row, mask in rows]
         lengths = torch.tensor([len(row) for row in self.forced])
@@ -157,10 +157,10 @@ def _float32_log_probs(lm: LanguageModel, batch: Rollouts) -> Tensor | None:
 
     A GPU may have no room for it, and some architectures mix types themselves.
     """
-    narrow: list[Any] = [(p, "data", p.data) for p in not_packed(lm.model)]
-    narrow += [(module, "dtype", module.dtype) for module in lm.model.modules() if is_packed(module)]
-    mixed = is_mixed(lm.model)
-    mix(lm.model, False)
+    narrow: list[Any] = [(p, "data", p.data) for p in unquantized_parameters(lm.model)]
+    narrow += [(module, "dtype", module.dtype) for module in lm.model.modules() if is_quantized(module)]
+    mixed = is_mixed_precision(lm.model)
+    set_mixed_precision(lm.model, False)
     try:
         for owner, name, value in narrow:
             setattr(owner, name, value.float() if name == "data" else torch.float32)
@@ -170,7 +170,7 @@ def _float32_log_probs(lm: LanguageModel, batch: Rollouts) -> Tensor | None:
     finally:
         for owner, name, value in narrow:
             setattr(owner, name, value)
-        mix(lm.model, mixed)
+        set_mixed_precision(lm.model, mixed)
 
 
 # ---- what a model says of itself ---------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor
 from ascent.core.config import Config
 from ascent.core.update import Adam
 from ascent.distributed.ranks import in_ray_cluster, is_torchrun_process
-from ascent.models.causal_lm import GIVEN, LanguageModel, pick_device
+from ascent.models.causal_lm import PYTHON_MODELS, LanguageModel, pick_device
 from ascent.training.micro_batches import COMPACT_THRESHOLD, static_bytes
 
 MARGIN = 2
@@ -29,7 +29,7 @@ def why_not_float16(config: Config) -> str | None:
     policy, algorithm = config.policy, config.algorithm
     reasons = {
         "--policy.dtype says it": policy.dtype != "auto",
-        "the model was given, with its own precision": policy.model in GIVEN,
+        "the model was given, with its own precision": policy.model in PYTHON_MODELS,
         "it was measured on policies alone": config.data != "samples" or algorithm.loss.trains != "policy",
         "it was measured with every parameter, and not with adapters": bool(policy.lora or policy.last_layers),
         "it was not measured with a critic": algorithm.critic.enabled,

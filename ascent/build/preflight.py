@@ -12,9 +12,9 @@ from ascent.core.groups import groups_without_signal
 from ascent.core.loop import score_rollouts
 from ascent.core.types import Batch
 from ascent.inference.engine import LocalEngine
-from ascent.models.causal_lm import is_mixed
-from ascent.models.lm_head import KEEP_BYTES, chunk_bytes
-from ascent.models.quantization import packed_count, parameter_count
+from ascent.models.causal_lm import is_mixed_precision
+from ascent.models.lm_head import MAX_KEPT_BYTES, chunk_bytes
+from ascent.models.quantization import parameter_count, quantized_parameter_count
 from ascent.training.language_learner import LanguageLearner
 from ascent.training.micro_batches import bytes_per_token, critic_bytes, update_operations
 
@@ -71,7 +71,7 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
         "critic": critic_bytes(learner.critic) // spread,
         "decoding": 2 * layers * shared * channel * size * rows * tokens + copies,
         "activations": micro * bytes_per_token(lm, config.policy.checkpointing),
-        "head": 3 * chunk_bytes(lm.device) + min(KEEP_BYTES, micro * lm.vocab * 4),
+        "head": 3 * chunk_bytes(lm.device) + min(MAX_KEPT_BYTES, micro * lm.vocab * 4),
     }
 
 
@@ -94,7 +94,7 @@ def report_memory(config: Config, learner: LanguageLearner, rows: int, report: R
     shares = ", ".join(f"{name} {_size(value)}" for name, value in parts.items() if value)
     report.lines.append(f"memory     about {_size(total)} of {_size(there)} on {device}: {shares}")
     report.lines.append(precision_line(learner))
-    if packed := packed_count(learner.lm.model):
+    if packed := quantized_parameter_count(learner.lm.model):
         whole = parameter_count(learner.lm.model)
         report.lines.append(f"           {packed:,} of {whole:,} parameters are in 4 bits (--policy.bits)")
     if learner.compact is not None:
@@ -118,7 +118,7 @@ def report_memory(config: Config, learner: LanguageLearner, rows: int, report: R
 def precision_line(learner: LanguageLearner) -> str:
     """What the model is computed in, as it was asked for or chosen."""
     model = learner.lm.model
-    precision = "mixed precision" if is_mixed(model) else str(model.dtype).removeprefix("torch.")
+    precision = "mixed precision" if is_mixed_precision(model) else str(model.dtype).removeprefix("torch.")
     return f"           computed in {precision} (--policy.dtype)"
 
 

@@ -21,8 +21,8 @@ from ascent.inference.runners.packed_cpu_model import PackedCpuModel, build_pack
 from ascent.inference.runners.paged import PagedRunner
 from ascent.inference.stop_strings import StopStrings
 from ascent.models.causal_lm import LanguageModel
-from ascent.models.lm_head import Head
-from ascent.models.quantization import is_packed
+from ascent.models.lm_head import LMHead
+from ascent.models.quantization import is_quantized
 from ascent.ops.token_sampling import response_seeds
 
 ROWS = {"cpu": 64, "cuda": 1024}
@@ -210,20 +210,20 @@ class LocalEngine(RolloutEngine):
             yield EnvironmentTurns(episodes, limits, limit)
 
     @contextmanager
-    def prepared(self) -> Iterator[Head]:
+    def prepared(self) -> Iterator[LMHead]:
         """Inside, the model and its head are ready to decode: on a CPU, laid out for products with few rows.
 
         prepacked.py does it for models like Llama. For others x·Wᵀ with Wᵀ contiguous takes 10 % less time at 64 rows,
         and a quarter less at 16; the copies are made anew when the parameters have changed.
         """
-        head = Head.of(self.lm.model.eval() if self.lm.model.training else self.lm.model)
+        head = LMHead.of(self.lm.model.eval() if self.lm.model.training else self.lm.model)
         if self.lm.device.type != "cpu":
             yield head
             return
         if self.packed_model is not None:
             yield self.packed_model.refresh(self.version)
             return
-        layers = [m for m in self.lm.backbone.modules() if isinstance(m, torch.nn.Linear) and not is_packed(m)]
+        layers = [m for m in self.lm.backbone.modules() if isinstance(m, torch.nn.Linear) and not is_quantized(m)]
         every = [m.weight for m in layers] + [head.weight]
         now = (self.version, *(w._version for w in every))  # torch counts the changes of a tensor in place
         if self._laid_out is None or self._laid_out[0] != now:

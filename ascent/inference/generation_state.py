@@ -9,7 +9,7 @@ from ascent.core.sampling_params import SamplingParams
 from ascent.inference.environment_turns import EnvironmentTurns
 from ascent.inference.occupancy import OccupancyTimeline
 from ascent.inference.stop_strings import StopStrings
-from ascent.models.lm_head import Head
+from ascent.models.lm_head import LMHead
 from ascent.ops.token_sampling import sample_tokens, uniform_from_seed
 
 FinishedCallback = Callable[[list[int], list[list[int]]], None]
@@ -27,7 +27,7 @@ class GenerationState:
         count: int,
         limit: int,
         ends: frozenset[int],
-        head: Head,
+        head: LMHead,
         seeds: Tensor | None,
         temperature: float,
         support: SamplingParams,

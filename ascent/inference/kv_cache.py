@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ascent.inference.scheduler import Scheduler
 from ascent.inference.sequence import Sequence
-from ascent.models.packed_attention import Spans, segment_kernel, send
+from ascent.models.packed_attention import VarlenSegments, varlen_kernel, to_device_async
 from ascent.ops.paged_kv_cache import PagedKVCache, TensorPair
 
 DENSE = 0.75
@@ -59,7 +59,7 @@ class PrefillLayout:
             [part.count, seen, part.keys, len(part.prompt), *own, *[0] * (width - len(own))]
             for part, seen, own in zip(segments, self.keys, pages, strict=True)
         ]
-        about = send(torch.tensor(rows), device)
+        about = to_device_async(torch.tensor(rows), device)
         self.page, self.offset, self.positions = self._places(about, about[:, 0], sum(self.queries))
         """Where the tokens' keys and values are written, and where each token stands in its text."""
         self.alone = self.keys == self.queries
@@ -69,7 +69,7 @@ class PrefillLayout:
             self.seen = self._places(about, about[:, 1], sum(self.keys))[:2]
         ends = [F.pad(n.cumsum(0), (1, 0)).int() for n in (about[:, 0], about[:, 1])]
         nothing = ends[0][:0]
-        self.spans = Spans(ends[0], ends[1], max(self.queries), max(self.keys), nothing, nothing, nothing)
+        self.spans = VarlenSegments(ends[0], ends[1], max(self.queries), max(self.keys), nothing, nothing, nothing)
 
     def _places(self, about: Tensor, last: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
         """The last keys that each segment sees, so many and `total` of all: their pages, places there, and positions.
@@ -108,7 +108,7 @@ class PrefillLayout:
     def fuses(self, q: Tensor) -> bool:
         """Is there one kernel for the attention of all segments?"""
         if self.fused is None:
-            self.fused = segment_kernel(q) or False
+            self.fused = varlen_kernel(q) or False
         return bool(self.fused)
 
 
@@ -137,8 +137,8 @@ def extend(
             total += len(tokens[last])
             last += 1
         layout = PrefillLayout(cache, segments[first:last], lm.device)
-        ids = send(torch.tensor([t for part in tokens[first:last] for t in part]), lm.device)
-        hidden.append(lm.hidden(ids[None], layout.positions[None], layout)[0][layout.spans.queries[1:].long() - 1])
+        ids = to_device_async(torch.tensor([t for part in tokens[first:last] for t in part]), lm.device)
+        hidden.append(lm.hidden(ids[None], layout.positions[None], layout)[0][layout.spans.cu_seqlens_q[1:].long() - 1])
         first = last
     return torch.cat(hidden)
 
@@ -171,7 +171,7 @@ class BlockGroup:
         pages = [one.pages[j] for j in levels for one in held if j < len(one.pages)]
         low, count, step = _span(pages)
         whole = len(pages) >= DENSE * count
-        self.pages = slice(low, low + count * step, step) if whole else send(torch.tensor(pages), device)
+        self.pages = slice(low, low + count * step, step) if whole else to_device_async(torch.tensor(pages), device)
         """A tensor: they lie too far apart, and are copied."""
         at = {page: (page - low) // step for page in pages} if whole else {page: i for i, page in enumerate(pages)}
         self.most = most = max(len(one.readers) for one in held)
@@ -187,17 +187,17 @@ class BlockGroup:
                 for rank, row in enumerate(one.readers):
                     place[row] = first + rank
         every, where = list(range(rows)), [one for place in places for one in place]
-        self.base = send(torch.tensor(base), device)
+        self.base = to_device_async(torch.tensor(base), device)
         """What a row has before each page; −1: it is nobody's, and read for nothing."""
-        table = send(torch.tensor(readers), device)
+        table = to_device_async(torch.tensor(readers), device)
         self.owner = table[::most]
         self.readers = None if readers == every else table
         """`[page·reader]` rows; None: all, in their order."""
         self.places = (
-            None if where == every and len(readers) == rows else send(torch.tensor(where).clamp(min=0), device)
+            None if where == every and len(readers) == rows else to_device_async(torch.tensor(where).clamp(min=0), device)
         )
         """`[level·row]`: where among `[page·reader]` a row has its part of a level; None: in order."""
-        self.absent = send(torch.tensor(places) < 0, device)[..., None, None] if -1 in where else None
+        self.absent = to_device_async(torch.tensor(places) < 0, device)[..., None, None] if -1 in where else None
         """`[level row 1 1]`: rows that have no such page; None: all have it."""
         self.views: dict[int, TensorPair] = {}
         """By layer, keys and values that are read where they lie."""
@@ -288,7 +288,7 @@ class DecodeLayout:
         self.in_order = last == list(range(last[0], last[0] + len(last)))
 
     def _send(self, numbers: list[int]) -> Tensor:
-        return send(torch.tensor(numbers, dtype=torch.long), self.device)
+        return to_device_async(torch.tensor(numbers, dtype=torch.long), self.device)
 
     def begin(self, rows: GenericSequence[Sequence]) -> Tensor:
         """What every layer of this step needs; the new tokens' positions. Row.length does not count them yet."""

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ascent.inference.kv_cache import PrefillLayout
 from ascent.models.decoder_model import DecoderModel, Layer, norm_heads
-from ascent.models.packed_attention import Spans
-from ascent.ops.cuda_graphs import Graphs, power_above, size_above
+from ascent.models.packed_attention import VarlenSegments
+from ascent.ops.cuda_graphs import GraphBackend, next_power_of_2, round_up_to_bucket
 from ascent.ops.paged_kv_cache import PagedKVCache, TensorPair
 
 MAX_PREFILL_GRAPHS = 24
@@ -38,10 +38,10 @@ class PrefillGraphSize(NamedTuple):
 
     @classmethod
     def of(cls, layout: PrefillLayout) -> PrefillGraphSize:
-        tokens = size_above(len(layout.page) + 1)
-        keys = size_above(len(layout.seen[0]) + tokens - len(layout.page))
-        longest = power_above(layout.spans.longest_query), power_above(layout.spans.longest_key)
-        return cls(tokens, keys, power_above(len(layout.spans.queries)), *longest)
+        tokens = round_up_to_bucket(len(layout.page) + 1)
+        keys = round_up_to_bucket(len(layout.seen[0]) + tokens - len(layout.page))
+        longest = next_power_of_2(layout.spans.max_seqlen_q), next_power_of_2(layout.spans.max_seqlen_k)
+        return cls(tokens, keys, next_power_of_2(len(layout.spans.cu_seqlens_q)), *longest)
 
 
 @dataclass
@@ -52,7 +52,7 @@ class StaticPrefillLayout:
     page: Tensor
     offset: Tensor
     seen: TensorPair
-    spans: Spans
+    spans: VarlenSegments
     fused: Any
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -63,7 +63,7 @@ class StaticPrefillLayout:
 class PrefillGraphs:
     """The captured passes by their sizes, and how often a size was used."""
 
-    graphs: Graphs
+    graphs: GraphBackend
     most: int
     """Tokens of a pass that is captured, at most."""
     by_size: dict[PrefillGraphSize, PrefillGraph] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class PrefillModel:
         passes.used[size] += 1
         if size.tokens > passes.most or passes.used[size] < 2 or len(passes.by_size) >= MAX_PREFILL_GRAPHS:
             return False
-        return layout.fuses(self.net.embedding.new_empty(0, 1, self.net.head_dim)) and layout.fused.captured
+        return layout.fuses(self.net.embedding.new_empty(0, 1, self.net.head_dim)) and layout.fused.supports_cuda_graphs
 
     def through(self, ids: Tensor, positions: Tensor, layout: PrefillLayout | StaticPrefillLayout) -> Tensor:
         net, ops = self.net, self.ops
@@ -124,20 +124,20 @@ class PrefillGraph:
         self.out = ids  # until the first pass
         ids, positions, page, offset, seen_page, seen_offset, queries, keys = self.parts
         nothing = queries[:0]
-        spans = Spans(queries, keys, size.longest_query, size.longest_key, nothing, nothing, nothing)
+        spans = VarlenSegments(queries, keys, size.longest_query, size.longest_key, nothing, nothing, nothing)
         placed = StaticPrefillLayout(layout.cache, page, offset, (seen_page, seen_offset), spans, layout.fused)
 
         def work() -> None:
             self.out = prefill.through(ids, positions, placed)
 
-        prefill.passes.graphs.warm(work)
+        prefill.passes.graphs.warm_up(work)
         self.replay = prefill.passes.graphs.capture(work)
 
     def _padded(self, ids: Tensor, layout: PrefillLayout) -> list[Tensor]:
         size, tokens, keys = self.size, len(ids), len(layout.seen[0])
         given = ((ids, 0), (layout.positions, 0), (layout.page, self.nobodys), (layout.offset, 0))
         seen = ((layout.seen[0], self.nobodys), (layout.seen[1], 0))
-        ends = ((layout.spans.queries, size.tokens), (layout.spans.keys, keys + size.tokens - tokens))
+        ends = ((layout.spans.cu_seqlens_q, size.tokens), (layout.spans.cu_seqlens_k, keys + size.tokens - tokens))
         return [
             F.pad(part, (0, room - len(part)), value=value)
             for parts, room in ((given, size.tokens), (seen, size.keys), (ends, size.segments + 1))

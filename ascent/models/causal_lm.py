@@ -20,26 +20,26 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ascent.core.errors import ConfigError
-from ascent.models.quantization import not_packed, quantize_matrices, widen_matrices
+from ascent.models.quantization import dequantize_linears, quantize_linears, unquantized_parameters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-UNREADABLE = (
+MODEL_LOAD_ERRORS = (
     OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, PickleError, SafetensorError
 )  # fmt: skip
 """What transformers may raise for the folder of a model that holds anything."""
 
 
-PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Types of parameters that are numbers by themselves."""
-GIVEN: dict[str, tuple[Any, Any]] = {}
+PYTHON_MODELS: dict[str, tuple[Any, Any]] = {}
 """Models that were given in Python, each with its tokenizer, by the names that stand for them in this process."""
-KEPT_MODEL = "run:model"
+SAVED_MODEL = "run:model"
 """In a run's config.json: the model lies in the run's own folder, as it was before the first step."""
 
 
-def name_model(model: Any, tokenizer: Any) -> str:
+def register_model(model: Any, tokenizer: Any) -> str:
     """The name of a model that was given in Python."""
     if getattr(model, "get_output_embeddings", lambda: None)() is None or not hasattr(model, "save_pretrained"):
         raise ConfigError(
@@ -56,11 +56,11 @@ def name_model(model: Any, tokenizer: Any) -> str:
     if not hasattr(tokenizer, "apply_chat_template"):
         raise ConfigError("a model that is given as an object needs its tokenizer: tokenizer=tokenizer")
     name = f"object:{type(model).__name__}@{id(model):x}"
-    GIVEN[name] = model, tokenizer
+    PYTHON_MODELS[name] = model, tokenizer
     return name
 
 
-def give_again(policy: CausalLM, model: Any, tokenizer: Any) -> CausalLM:
+def restore_python_model(policy: CausalLM, model: Any, tokenizer: Any) -> CausalLM:
     """The policy of a run that is resumed with the model that it was given: that object is trained in place again.
 
     Its parameters become those of the first step, which the run keeps, because the reference is made of them; then the
@@ -68,7 +68,7 @@ def give_again(policy: CausalLM, model: Any, tokenizer: Any) -> CausalLM:
     """
     import transformers
 
-    name = name_model(model, tokenizer)
+    name = register_model(model, tokenizer)
     kept = transformers.AutoModelForCausalLM.from_pretrained(policy.model, dtype=model.dtype).state_dict()
     now = model.state_dict()
     odd = sorted(kept.keys() ^ now.keys()) or [key for key in kept if kept[key].shape != now[key].shape]
@@ -226,7 +226,7 @@ class CausalLM:
             raise ConfigError("language models need transformers: pip install 'ascent-rl[lm]'") from None
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        model, tokenizer, device, dtype = self._given() if self.model in GIVEN else self._read(exact)
+        model, tokenizer, device, dtype = self._given() if self.model in PYTHON_MODELS else self._read(exact)
         model = model.requires_grad_(False)
         if self.last_layers:
             self._free_last(model)
@@ -235,11 +235,11 @@ class CausalLM:
                 part.requires_grad_(True)
         finer = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad and p.dtype != dtype}
         if self.bits:
-            quantize_matrices(model, backbone_of(model), device, dtype)
-        for p in not_packed(model):  # parameters only: of the buffers, rotary frequencies stay in float32
+            quantize_linears(model, backbone_of(model), device, dtype)
+        for p in unquantized_parameters(model):  # parameters only: of the buffers, rotary frequencies stay in float32
             p.data = p.data.to(dtype)
         model = model.to(device)  # what was stored finer stays where it was: a GPU need not hold both
-        mix(model, self.dtype == "mixed")
+        set_mixed_precision(model, self.dtype == "mixed")
         lm = LanguageModel(model, tokenizer, self._adapt(model, seed) if self.lora else None)
         lm.exact = finer if exact else {}
         if self.gpu_memory and device.type == "cuda":
@@ -250,7 +250,7 @@ class CausalLM:
 
     def _given(self) -> tuple[Any, Any, torch.device, torch.dtype]:
         """The model that was given in Python, to be trained in place, on its own device and in its own precision."""
-        model, tokenizer = GIVEN[self.model]
+        model, tokenizer = PYTHON_MODELS[self.model]
         device = model.device if self.device == "auto" else pick_device(self.device)
         return model, tokenizer, device, model.dtype if self.dtype == "auto" else self.dtype_on(device)
 
@@ -258,9 +258,9 @@ class CausalLM:
         """The model from its folder or from the hub."""
         import transformers
 
-        if self.model == KEPT_MODEL:
+        if self.model == SAVED_MODEL:
             raise ConfigError(
-                f"--model {KEPT_MODEL}: this run was made with a model that was given in Python, and keeps it in its "
+                f"--model {SAVED_MODEL}: this run was made with a model that was given in Python, and keeps it in its "
                 "own folder. Set --model RUN/model"
             )
         device = pick_device(self.device)
@@ -272,10 +272,12 @@ class CausalLM:
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 self.model, dtype=stored, trust_remote_code=False
             )
-        except UNREADABLE as error:
+        except MODEL_LOAD_ERRORS as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else "no words"
             raise ConfigError(f"--model {self.model} cannot be loaded: {type(error).__name__}: {first}") from None
-        if getattr(model, "hf_quantizer", None) is not None or any(p.dtype not in PLAIN for p in model.parameters()):
+        if getattr(model, "hf_quantizer", None) is not None or any(
+            p.dtype not in FLOAT_DTYPES for p in model.parameters()
+        ):
             raise ConfigError(
                 f"--model {self.model} is stored with quantized weights: give the plain model, and for one in 4 bits "
                 "--policy.bits 4"
@@ -324,7 +326,7 @@ class CausalLM:
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         inside = {names[module] for module in backbone_of(model).modules()}
         targets = [name.strip() for name in self.lora_targets.split(",")]
-        targets = _targets_of_peft(model) if targets == ["peft"] else targets
+        targets = _peft_default_targets(model) if targets == ["peft"] else targets
         for target in targets if targets != ["all-linear"] else []:
             places = {name for name in names.values() if f".{name}".endswith(f".{target}")} if target else set()
             wrong = None if places & inside else "the model has no part of this name that reads text"
@@ -340,7 +342,7 @@ class CausalLM:
         }
 
 
-def _targets_of_peft(model: PreTrainedModel) -> list[str]:
+def _peft_default_targets(model: PreTrainedModel) -> list[str]:
     """The modules that peft adapts where its config names none: for most architectures the queries and the values."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
@@ -402,17 +404,17 @@ def backbone_of(model: Any) -> Any:
 # ---- float32 between products in half precision ------------------------------------------------------
 
 
-def mix(model: Any, on: bool = True) -> None:
+def set_mixed_precision(model: Any, on: bool = True) -> None:
     """From now on, if `on`, the model is computed as autocast does it: words, and what is added to them, in float32.
 
     Norms are worked out in float32 too, and matrix products in the type of the parameters. A model that was given in
     Python may have been mixed by an earlier run.
     """
     backbone, words = backbone_of(model), model.get_input_embeddings()
-    if on == is_mixed(model):
+    if on == is_mixed_precision(model):
         return
-    replaced: dict[Any, Any] = {backbone: _mixed_forward} | {
-        m: _wide_norm for m in backbone.modules() if type(m) is nn.LayerNorm
+    replaced: dict[Any, Any] = {backbone: _autocast_forward} | {
+        m: _float32_layer_norm for m in backbone.modules() if type(m) is nn.LayerNorm
     }
     for module, forward in replaced.items():
         if on:
@@ -420,16 +422,16 @@ def mix(model: Any, on: bool = True) -> None:
         else:
             del module.forward
     if on:
-        words.register_forward_hook(_widened)
+        words.register_forward_hook(_to_float32)
     else:
         words._forward_hooks.clear()
 
 
-def is_mixed(model: Any) -> bool:
-    return getattr(backbone_of(model).forward, "func", None) is _mixed_forward
+def is_mixed_precision(model: Any) -> bool:
+    return getattr(backbone_of(model).forward, "func", None) is _autocast_forward
 
 
-def _mixed_forward(backbone: Any, *args: Any, **more: Any) -> Any:
+def _autocast_forward(backbone: Any, *args: Any, **more: Any) -> Any:
     weight = backbone.get_input_embeddings().weight
     with torch.autocast(weight.device.type, weight.dtype, cache_enabled=False):
         out = type(backbone).forward(backbone, *args, **more)
@@ -437,11 +439,11 @@ def _mixed_forward(backbone: Any, *args: Any, **more: Any) -> Any:
     return out
 
 
-def _widened(_module: Any, _args: Any, words: Tensor) -> Tensor:
+def _to_float32(_module: Any, _args: Any, words: Tensor) -> Tensor:
     return words.float()
 
 
-def _wide_norm(norm: Any, x: Tensor) -> Tensor:
+def _float32_layer_norm(norm: Any, x: Tensor) -> Tensor:
     """On a CPU autocast does not do this; norms of other kinds widen what they are given themselves."""
     weight, bias = (None if p is None else p.float() for p in (norm.weight, norm.bias))
     return torch.nn.functional.layer_norm(x.float(), norm.normalized_shape, weight, bias, norm.eps)
@@ -534,7 +536,7 @@ class LanguageModel(nn.Module):
         model: Any = self.model
         if self._adapted[0] is not None:
             model = copy.deepcopy(self._adapted[0])
-            widen_matrices(model)
+            dequantize_linears(model)
             model = model.merge_and_unload()
         folder.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(folder)

@@ -24,19 +24,26 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ascent.models.causal_lm import backbone_of, is_mixed
-from ascent.models.lm_head import Head
-from ascent.models.lora import Copies, Lookup, beside, is_adapter, lookup, taken_apart
-from ascent.models.quantization import FourBit, not_packed
+from ascent.models.causal_lm import backbone_of, is_mixed_precision
+from ascent.models.lm_head import LMHead
+from ascent.models.lora import (
+    AdapterCopies,
+    MergedEmbedding,
+    is_adapter_name,
+    merge_embedding,
+    merge_linears,
+    unwrap_lora,
+)
+from ascent.models.quantization import Linear4bit, unquantized_parameters
 from ascent.ops.decode_ops import AttentionParams, NormParams, add_rms_norm
 from ascent.ops.decode_state import LAST_TOKEN, DecodeState
 from ascent.ops.paged_kv_cache import TensorPair
 
-STEADY = ("default", "linear", "llama3", "yarn")
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary positions that do not depend on how long a sequence is."""
-MATRICES = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
-NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-KNOWN_PARTS = {"self_attn", "mlp", "act_fn", "activation_fn", "q_norm", "k_norm", *MATRICES, *NORMS}
+LINEAR_NAMES = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
+NORM_NAMES = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+KNOWN_MODULES = {"self_attn", "mlp", "act_fn", "activation_fn", "q_norm", "k_norm", *LINEAR_NAMES, *NORM_NAMES}
 MAX_HIDDEN_ERROR = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 """How far hidden states may be apart by rounding alone, relative to their size."""
 
@@ -45,7 +52,7 @@ class UnsupportedArchitectureError(Exception):
     """This architecture is not Llama's like; says in what."""
 
 
-class Matrix(Protocol):
+class LinearLike(Protocol):
     """Matrices that read the same states, as one."""
 
     def __call__(self, x: Tensor, ops: Any, split_k: bool = False) -> Tensor: ...
@@ -54,16 +61,16 @@ class Matrix(Protocol):
         """act(gate)·up of x, where they are gate and up."""
 
 
-Join = Callable[[Sequence[Any], Copies], Matrix]
+MergeLinears = Callable[[Sequence[Any], AdapterCopies], LinearLike]
 """What makes one of several modules."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    qkv: Matrix
-    o: Matrix
-    gate_up: Matrix
-    down: Matrix
+    qkv: LinearLike
+    o: LinearLike
+    gate_up: LinearLike
+    down: LinearLike
     pre_norms: tuple[NormParams | None, NormParams | None]
     """Of what goes into the attention, and into the MLP; so too of what comes out of them."""
     post_norms: tuple[NormParams | None, NormParams | None]
@@ -79,11 +86,11 @@ class Layer:
 class DecoderModel:
     """A model of these kinds."""
 
-    embed_tokens: Lookup
+    embed_tokens: MergedEmbedding
     embedding_scale: float
     layers: list[Layer]
     norm: NormParams
-    head: Head
+    head: LMHead
     num_kv_heads: int
     head_dim: int
     rotary: Any
@@ -92,11 +99,11 @@ class DecoderModel:
     gelu: bool
     float32_residual: bool
     """Whether the residual stream is float32, whatever the dtype of the parameters."""
-    copies: Copies
+    copies: AdapterCopies
     """Of adapters; to be made again when these have changed."""
 
     @classmethod
-    def of(cls, model: Any, join: Join = beside) -> DecoderModel:
+    def of(cls, model: Any, join: MergeLinears = merge_linears) -> DecoderModel:
         """Describe a transformers model. Its matrices are laid side by side.
 
         Raises UnsupportedArchitectureError.
@@ -105,26 +112,26 @@ class DecoderModel:
         Parameters that change later are seen, but for adapters: these are copied here. `join`: another way to have
         matrices together.
         """
-        check_like(model)
-        backbone, copies = backbone_of(model), Copies()
+        check_supported(model)
+        backbone, copies = backbone_of(model), AdapterCopies()
         first, rotary = backbone.layers[0], backbone.rotary_emb
-        layers = [_layer(layer, copies, join) for layer in backbone.layers]
-        embed_tokens = lookup(model.get_input_embeddings(), copies)
+        layers = [_layer_of(layer, copies, join) for layer in backbone.layers]
+        embed_tokens = merge_embedding(model.get_input_embeddings(), copies)
         copies.make()
-        both = sum(taken_apart(matrix)[0].out_features for matrix in _reading(first.self_attn, "qkv_proj"))
+        both = sum(unwrap_lora(matrix)[0].out_features for matrix in _linears_of(first.self_attn, "qkv_proj"))
         channel = first.self_attn.head_dim
         return cls(
             embed_tokens=embed_tokens,
             embedding_scale=_embedding_scale(model.get_input_embeddings()),
             layers=layers,
-            norm=_norm(backbone.norm),
-            head=Head.of(model),
-            num_kv_heads=(both - taken_apart(first.self_attn.o_proj)[0].in_features) // channel // 2,
+            norm=_norm_params(backbone.norm),
+            head=LMHead.of(model),
+            num_kv_heads=(both - unwrap_lora(first.self_attn.o_proj)[0].in_features) // channel // 2,
             head_dim=channel,
             rotary=rotary,
-            layer_types=list(backbone.config.layer_types) if _several(rotary) else [None] * len(layers),
-            gelu=_gelu(first.mlp),
-            float32_residual=is_mixed(model),
+            layer_types=list(backbone.config.layer_types) if _has_several_rope_types(rotary) else [None] * len(layers),
+            gelu=_uses_gelu(first.mlp),
+            float32_residual=is_mixed_precision(model),
             copies=copies,
         )
 
@@ -178,7 +185,7 @@ class DecoderModel:
         x = x if self.embedding_scale == 1 else x * self.embedding_scale
         x = x.float() if self.float32_residual else x
         for i, layer in enumerate(self.layers):
-            x, h = _into(ops, x, y, layer.pre_norms[0])
+            x, h = _add_and_norm(ops, x, y, layer.pre_norms[0])
             qkv = layer.qkv(h, ops)
             if layer.qk_norms is not None and layer.norms_across_heads(self.head_dim):
                 q, k, v = qkv.split(
@@ -187,13 +194,13 @@ class DecoderModel:
                 pairs = zip((q, k), layer.qk_norms, strict=True)
                 q, k = (ops.add_rms_norm(part.contiguous(), None, *norm)[1] for part, norm in pairs)
                 qkv = torch.cat([q, k, v], -1)
-            y = _out(ops, layer.o, attend(i, layer, qkv), layer.post_norms[0])
-            x, h = _into(ops, x, y, layer.pre_norms[1])
-            y = _out(ops, layer.down, layer.gate_up.gated(h, ops, self.gelu), layer.post_norms[1])
-        return _into(ops, x, y, self.norm)[1]
+            y = _project_out(ops, layer.o, attend(i, layer, qkv), layer.post_norms[0])
+            x, h = _add_and_norm(ops, x, y, layer.pre_norms[1])
+            y = _project_out(ops, layer.down, layer.gate_up.gated(h, ops, self.gelu), layer.post_norms[1])
+        return _add_and_norm(ops, x, y, self.norm)[1]
 
 
-def _into(ops: Any, x: Tensor, y: Tensor | None, norm: NormParams | None) -> TensorPair:
+def _add_and_norm(ops: Any, x: Tensor, y: Tensor | None, norm: NormParams | None) -> TensorPair:
     """x + y, and what goes on from there."""
     if norm is not None:
         return ops.add_rms_norm(x, y, *norm)
@@ -201,7 +208,7 @@ def _into(ops: Any, x: Tensor, y: Tensor | None, norm: NormParams | None) -> Ten
     return x, x
 
 
-def _out(ops: Any, matrix: Matrix, h: Tensor, norm: NormParams | None) -> Tensor:
+def _project_out(ops: Any, matrix: LinearLike, h: Tensor, norm: NormParams | None) -> Tensor:
     """What is added to x: where it is not normed, the norm behind that sum takes it in parts."""
     if norm is None:
         return matrix(h, ops, split_k=True)
@@ -219,38 +226,38 @@ def norm_heads(qkv: Tensor, norms: tuple[NormParams, NormParams], shared: int) -
 # ---- what a model is made of --------------------------------------------------------------------------
 
 
-def check_like(model: Any) -> None:
+def check_supported(model: Any) -> None:
     """Raise UnsupportedArchitectureError for a model that is built otherwise. It may lie on the meta device."""
-    backbone, head = backbone_of(model), Head.of(model)
+    backbone, head = backbone_of(model), LMHead.of(model)
     if head.scale != 1.0 or head.cap is not None:
         raise UnsupportedArchitectureError("its logits are scaled or capped")
     try:
         rotary = backbone.rotary_emb
-        kinds = rotary.rope_type.values() if _several(rotary) else [rotary.rope_type]
+        kinds = rotary.rope_type.values() if _has_several_rope_types(rotary) else [rotary.rope_type]
         for layer in backbone.layers:
-            _check(layer, backbone.layers[0].self_attn.head_dim)
-        _norm(backbone.norm)
-        _gelu(backbone.layers[0].mlp)
+            _check_layer(layer, backbone.layers[0].self_attn.head_dim)
+        _norm_params(backbone.norm)
+        _uses_gelu(backbone.layers[0].mlp)
     except AttributeError as error:
         raise UnsupportedArchitectureError(
             f"its layers are built differently from Llama's: {error.name} is missing"
         ) from None
     for kind in kinds:
-        if kind not in STEADY:
+        if kind not in STATIC_ROPE_TYPES:
             raise UnsupportedArchitectureError(f"its rotary positions are {kind}")
     _embedding_scale(model.get_input_embeddings())
-    own = {id(p) for name, p in model.named_parameters() if not is_adapter(name)}
-    frozen = [p for p in not_packed(model) if id(p) in own]
+    own = {id(p) for name, p in model.named_parameters() if not is_adapter_name(name)}
+    frozen = [p for p in unquantized_parameters(model) if id(p) in own]
     if len({p.dtype for p in frozen}) > 1 or len({p.device for p in model.parameters()}) > 1:
         raise UnsupportedArchitectureError("its parameters are of several types or on several devices")
 
 
-def _several(rotary: Any) -> bool:
+def _has_several_rope_types(rotary: Any) -> bool:
     """Do layers have rotations of several kinds?"""
     return isinstance(rotary.rope_type, dict)
 
 
-def _reading(parent: Any, joined: str) -> list[Any]:
+def _linears_of(parent: Any, joined: str) -> list[Any]:
     """The matrices that read the same states: one that is joined already, or those that it would be joined of."""
     if hasattr(parent, joined):
         return [getattr(parent, joined)]
@@ -258,17 +265,17 @@ def _reading(parent: Any, joined: str) -> list[Any]:
     return [getattr(parent, name) for name in names]
 
 
-def _norm(module: Any) -> NormParams:
+def _norm_params(module: Any) -> NormParams:
     if getattr(module, "bias", None) is not None or getattr(module, "weight", None) is None:
         raise UnsupportedArchitectureError("its norms have a bias, or no weight")
     eps = float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
     kind: Any = type(module)
-    return NormParams(module.weight, eps, _form(kind))
+    return NormParams(module.weight, eps, _find_weight_offset(kind))
 
 
 @cache
 @torch.no_grad()
-def _form(kind: Any) -> float | None:
+def _find_weight_offset(kind: Any) -> float | None:
     """What this kind of norm adds to its weight, and when it rounds (`Norm.add`): seen where rounding is coarse."""
     try:
         with torch.device("cpu"):  # also where models are made on no device, for a plan
@@ -283,7 +290,7 @@ def _form(kind: Any) -> float | None:
     )
 
 
-def _gelu(mlp: Any) -> bool:
+def _uses_gelu(mlp: Any) -> bool:
     act = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
     if isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation":
         return False
@@ -294,7 +301,7 @@ def _gelu(mlp: Any) -> bool:
 
 def _embedding_scale(embedding: Any) -> float:
     """What words are multiplied by."""
-    plain = taken_apart(embedding)[0]
+    plain = unwrap_lora(embedding)[0]
     if type(plain) is nn.Embedding:
         return 1.0
     if not isinstance(plain, nn.Embedding) or not hasattr(plain, "scalar_embed_scale") or plain is not embedding:
@@ -302,12 +309,12 @@ def _embedding_scale(embedding: Any) -> float:
     return float(torch.tensor(plain.scalar_embed_scale).to(plain.weight.dtype))
 
 
-def _check(layer: Any, channel: int) -> None:
+def _check_layer(layer: Any, channel: int) -> None:
     """Raise UnsupportedArchitectureError, or AttributeError for a part that is missing."""
     attention, mlp = layer.self_attn, layer.mlp
-    qkv, gate_up = _reading(attention, "qkv_proj"), _reading(mlp, "gate_up_proj")
+    qkv, gate_up = _linears_of(attention, "qkv_proj"), _linears_of(mlp, "gate_up_proj")
     for module in (*qkv, attention.o_proj, *gate_up, mlp.down_proj):
-        if type(taken_apart(module)[0]) not in (nn.Linear, FourBit):
+        if type(unwrap_lora(module)[0]) not in (nn.Linear, Linear4bit):
             raise UnsupportedArchitectureError(
                 "its matrices are quantized in another way than by --policy.bits, or have adapters that are not LoRA's"
             )
@@ -318,38 +325,40 @@ def _check(layer: Any, channel: int) -> None:
             )
     for parent in (layer, attention, mlp):
         for name, module in parent.named_children():
-            if name not in KNOWN_PARTS and any(True for _ in module.parameters()):
+            if name not in KNOWN_MODULES and any(True for _ in module.parameters()):
                 raise UnsupportedArchitectureError(f"it has a part that Llama has not, {name}")
-    _norms(layer)
+    _layer_norms(layer)
     if hasattr(attention, "q_norm"):
-        every = taken_apart(attention.o_proj)[0].in_features
+        every = unwrap_lora(attention.o_proj)[0].in_features
         if len(attention.q_norm.weight) not in (channel, every):
             raise UnsupportedArchitectureError("its norms of queries and keys are neither a head's nor of all heads")
 
 
-def _norms(
+def _layer_norms(
     layer: Any,
 ) -> tuple[tuple[NormParams | None, NormParams | None], tuple[NormParams | None, NormParams | None]]:
     """Before and after the attention and the MLP; a norm's name says where it is only if one knows the others."""
-    second = _norm(layer.post_attention_layernorm)
+    second = _norm_params(layer.post_attention_layernorm)
     if not hasattr(layer, "post_feedforward_layernorm"):
-        return (_norm(layer.input_layernorm), second), (None, None)
-    after = (second, _norm(layer.post_feedforward_layernorm))
+        return (_norm_params(layer.input_layernorm), second), (None, None)
+    after = (second, _norm_params(layer.post_feedforward_layernorm))
     if not hasattr(layer, "pre_feedforward_layernorm"):
         return (None, None), after
-    return (_norm(layer.input_layernorm), _norm(layer.pre_feedforward_layernorm)), after
+    return (_norm_params(layer.input_layernorm), _norm_params(layer.pre_feedforward_layernorm)), after
 
 
-def _layer(layer: Any, copies: Copies, join: Join) -> Layer:
+def _layer_of(layer: Any, copies: AdapterCopies, join: MergeLinears) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    before, after = _norms(layer)
+    before, after = _layer_norms(layer)
     return Layer(
-        qkv=join(_reading(attention, "qkv_proj"), copies),
+        qkv=join(_linears_of(attention, "qkv_proj"), copies),
         o=join([attention.o_proj], copies),
-        gate_up=join(_reading(mlp, "gate_up_proj"), copies),
+        gate_up=join(_linears_of(mlp, "gate_up_proj"), copies),
         down=join([mlp.down_proj], copies),
         pre_norms=before,
         post_norms=after,
-        qk_norms=(_norm(attention.q_norm), _norm(attention.k_norm)) if hasattr(attention, "q_norm") else None,
+        qk_norms=(_norm_params(attention.q_norm), _norm_params(attention.k_norm))
+        if hasattr(attention, "q_norm")
+        else None,
         scale=float(attention.scaling),
     )

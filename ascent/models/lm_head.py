@@ -24,9 +24,9 @@ from ascent.ops import cpu_kernels, load_kernels
 
 CHUNK_BYTES = {"cpu": 28 * 2**20, "cuda": 2**31}
 """What one chunk of logits may take, about; a C library gives up to 32 MiB from memory that was used before."""
-CHUNK_SHARE = 1 / 32
+MAX_CHUNK_FRACTION = 1 / 32
 """Of a GPU's memory, what a chunk may take at most: so it is smaller on a GPU of less than 64 GiB."""
-KEEP_BYTES = 384 * 2**20
+MAX_KEPT_BYTES = 384 * 2**20
 """Probabilities that the backward pass may find kept rather than compute again. Memory against time."""
 
 
@@ -34,12 +34,12 @@ def chunk_bytes(device: torch.device) -> int:
     most = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cpu"])
     if device.type != "cuda" or not torch.cuda.is_available():
         return most
-    share = CHUNK_SHARE * torch.cuda.get_per_process_memory_fraction(device.index)
+    share = MAX_CHUNK_FRACTION * torch.cuda.get_per_process_memory_fraction(device.index)
     return min(most, int(share * torch.cuda.get_device_properties(device).total_memory))
 
 
 @dataclass(frozen=True)
-class Head:
+class LMHead:
     """How hidden states become logits: `cap·tanh(scale·(h·Wᵀ + b)/cap)`, over the temperature."""
 
     weight: Tensor
@@ -48,7 +48,7 @@ class Head:
     cap: float | None = None
 
     @classmethod
-    def of(cls, model: Any) -> Head:
+    def of(cls, model: Any) -> LMHead:
         """The head of a transformers model, with the scalings that its config names."""
         module, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
@@ -57,11 +57,11 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """In float32 or better, never rounded to the precision of the parameters."""
-        kernels = None if torch.is_grad_enabled() or hidden.dim() != 2 else kernels_for(hidden)
+        kernels = None if torch.is_grad_enabled() or hidden.dim() != 2 else lm_head_kernels(hidden)
         if kernels is not None:
             z = kernels.logits(hidden, self.weight, self.bias)
         elif hidden.dtype.itemsize < 4:
-            z = HeadFormulas.logits(hidden, self.weight, self.bias)
+            z = LMHeadReference.logits(hidden, self.weight, self.bias)
         else:
             z = self.multiply(hidden)
         z = z if self.scale == 1.0 else z * self.scale
@@ -76,28 +76,28 @@ class Head:
         return max(16, chunk_bytes(self.weight.device) // (4 * self.weight.shape[0]))
 
 
-def kernels_for(hidden: Tensor) -> Any:
+def lm_head_kernels(hidden: Tensor) -> Any:
     """What takes few passes over the logits of these states; None: they are not on a GPU, or in float64."""
     fits = hidden.is_cuda and hidden.dtype != torch.float64 and len(hidden)
     return load_kernels("triton_lm_head") if fits else None
 
 
 def token_stats(
-    head: Head,
+    head: LMHead,
     hidden: Tensor,
     target: Tensor,
     temperature: float = 1.0,
-    reference: tuple[Head, Tensor] | None = None,
+    reference: tuple[LMHead, Tensor] | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """log π of the targets, entropy and (with a reference) KL(π ‖ π_ref) at each hidden state `[token width]`.
 
     `reference`: the head and the hidden states of the other policy.
     """
-    kernels = kernels_for(hidden)
+    kernels = lm_head_kernels(hidden)
     if kernels is not None and reference is None and head.cap is None:
         how = (head.chunk(), head.scale / temperature, entropy_gradient, kernels)
-        return *FusedStats.apply(hidden, head.weight, head.bias, target, *how), None
+        return *FusedTokenStats.apply(hidden, head.weight, head.bias, target, *how), None
     options = (head, temperature, reference, entropy_gradient)
     logp, entropy, kl = _TokenStats.apply(hidden, head.weight, head.bias, target, options)
     return logp, entropy, (None if reference is None else kl)
@@ -114,19 +114,19 @@ class _TokenStats(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logp, entropy, kl = (torch.zeros(count, dtype=dtype, device=hidden.device) for _ in range(3))
         needed = any(ctx.needs_input_grad[:3])
-        room = KEEP_BYTES if needed and not head.cap else 0
-        for part in _parts(count, chunk):
+        room = MAX_KEPT_BYTES if needed and not head.cap else 0
+        for part in _chunks(count, chunk):
             z = head.logits(hidden[part]) / temperature if temperature != 1.0 else head.logits(hidden[part])
-            if cpu_kernels.fits(z):
+            if cpu_kernels.is_supported(z):
                 p = z if reference is None else z.clone()
-                logp[part], entropy[part] = cpu_kernels.measure_rows(p, target[part])
+                logp[part], entropy[part] = cpu_kernels.softmax_logprobs_(p, target[part])
             else:
                 p = torch.softmax(z, -1)
                 log_z = z.amax(-1, keepdim=True) - torch.log(p.amax(-1, keepdim=True))  # the likeliest never underflows
                 logp[part] = (z.gather(-1, target[part, None]) - log_z).squeeze(-1)
                 entropy[part] = log_z.squeeze(-1) - torch.linalg.vecdot(p, z)
             if reference is not None:
-                gap = torch.log_softmax(z, -1) - _ref_log_probs(reference, part, temperature)
+                gap = torch.log_softmax(z, -1) - _reference_logprobs(reference, part, temperature)
                 kl[part] = (p * gap).sum(-1)
             room -= p.numel() * p.element_size()
             if room >= 0:
@@ -144,7 +144,7 @@ class _TokenStats(torch.autograd.Function):
         wide = torch.promote_types(weight.dtype, torch.float32)
         g_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         g_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
-        for i, part in enumerate(_parts(hidden.shape[0], head.chunk())):
+        for i, part in enumerate(_chunks(hidden.shape[0], head.chunk())):
             kept = ctx.kept[i] if i < len(ctx.kept) else None
             if kept is None or not only_logp:
                 z = head.logits(hidden[part])
@@ -156,7 +156,7 @@ class _TokenStats(torch.autograd.Function):
                 mean = (p * log_p).sum(-1, keepdim=True)
                 g -= g_entropy[part, None] * p * (log_p - mean)
             if reference is not None:
-                gap = log_p - _ref_log_probs(reference, part, temperature)
+                gap = log_p - _reference_logprobs(reference, part, temperature)
                 g += g_kl[part, None] * p * (gap - (p * gap).sum(-1, keepdim=True))
             if temperature != 1.0:
                 g /= temperature
@@ -168,14 +168,14 @@ class _TokenStats(torch.autograd.Function):
             if g_hidden is not None:
                 g_hidden[part] = g @ weight
             if g_weight is not None:
-                add_product(g_weight, g.t(), hidden[part])
+                add_matmul(g_weight, g.t(), hidden[part])
             if g_bias is not None:
                 g_bias += g.sum(0, dtype=wide)
         ctx.kept = []
-        return g_hidden, *narrowed(weight.dtype, g_weight, g_bias), None, None
+        return g_hidden, *cast_grads(weight.dtype, g_weight, g_bias), None, None
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a·b. Where the factors are in half precision, the sum over chunks is not."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
@@ -183,16 +183,16 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def narrowed(dtype: torch.dtype, *grads: Tensor | None) -> list[Tensor | None]:
+def cast_grads(dtype: torch.dtype, *grads: Tensor | None) -> list[Tensor | None]:
     """Gradients in the type of their parameters, once everything is in them."""
     return [None if g is None else g.to(dtype) for g in grads]
 
 
-def _parts(count: int, chunk: int) -> list[slice]:
+def _chunks(count: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
 
 
-def _ref_log_probs(reference: tuple[Head, Tensor], part: slice, temperature: float) -> Tensor:
+def _reference_logprobs(reference: tuple[LMHead, Tensor], part: slice, temperature: float) -> Tensor:
     head, hidden = reference
     return torch.log_softmax(head.logits(hidden[part]) / temperature, -1)
 
@@ -200,7 +200,7 @@ def _ref_log_probs(reference: tuple[Head, Tensor], part: slice, temperature: flo
 # ---- few passes over the logits, on a GPU ----------------------------------------------------------
 
 
-class FusedStats(torch.autograd.Function):
+class FusedTokenStats(torch.autograd.Function):
     """log π of the targets and entropy at each hidden state. `ops`: the kernels, or `HeadFormulas` in the tests.
 
     A chunk's logits come out of the matrix product in float32, unrounded. The forward pass then reads them once, for
@@ -219,8 +219,10 @@ class FusedStats(torch.autograd.Function):
         entropy_gradient: bool, ops: Any = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ops = ops or load_kernels("triton_lm_head")
-        parts = _parts(len(hidden), chunk)
-        measured = [ops.measure(ops.logits(hidden[part], weight, bias), target[part], factor) for part in parts]
+        parts = _chunks(len(hidden), chunk)
+        measured = [
+            ops.logprobs_and_entropy(ops.logits(hidden[part], weight, bias), target[part], factor) for part in parts
+        ]
         logp, entropy, log_z = (torch.cat(values) for values in zip(*measured, strict=True))
         ctx.save_for_backward(hidden, weight, bias, target, entropy, log_z)
         ctx.options = (chunk, factor, entropy_gradient, ops)
@@ -237,11 +239,11 @@ class FusedStats(torch.autograd.Function):
         g_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         g_weight: Tensor | None = None
         g_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
-        parts = _parts(len(hidden), chunk)
+        parts = _chunks(len(hidden), chunk)
         for part in parts:
             z = ops.logits(hidden[part], weight, bias)
-            bent = None if g_entropy is None else (g_entropy[part], entropy[part])
-            g = ops.slope(z, target[part], log_z[part], g_logp[part], bent, factor, weight.dtype)
+            entropy_terms = None if g_entropy is None else (g_entropy[part], entropy[part])
+            g = ops.logits_grad(z, target[part], log_z[part], g_logp[part], entropy_terms, factor, weight.dtype)
             del z
             if g_hidden is not None:
                 torch.mm(g, weight, out=g_hidden[part])
@@ -249,17 +251,17 @@ class FusedStats(torch.autograd.Function):
                 g_weight = g.t() @ hidden
             elif ctx.needs_input_grad[1]:  # it is large, and so are the logits: not both at once
                 g_weight = torch.zeros_like(weight, dtype=wide) if g_weight is None else g_weight
-                ops.add_product(g_weight, g.t(), hidden[part])
+                ops.add_matmul(g_weight, g.t(), hidden[part])
             if g_bias is not None:
                 g_bias += g.sum(0, dtype=wide)
             del g
-        return g_hidden, *narrowed(weight.dtype, g_weight, g_bias), None, None, None, None, None
+        return g_hidden, *cast_grads(weight.dtype, g_weight, g_bias), None, None, None, None, None
 
 
-class HeadFormulas:
+class LMHeadReference:
     """What the kernels compute, in plain torch."""
 
-    add_product = staticmethod(add_product)
+    add_matmul = staticmethod(add_matmul)
 
     @staticmethod
     def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -267,7 +269,7 @@ class HeadFormulas:
         return F.linear(hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
 
     @staticmethod
-    def measure(z: Tensor, target: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+    def logprobs_and_entropy(z: Tensor, target: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
         """log π of the targets, entropies, and log Σ e^x."""
         x = z * factor
         log_z = torch.logsumexp(x, -1)
@@ -275,14 +277,14 @@ class HeadFormulas:
         return log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), log_z
 
     @staticmethod
-    def slope(
-        z: Tensor, target: Tensor, log_z: Tensor, g_logp: Tensor, bent: tuple[Tensor, Tensor] | None, factor: float,
-        dtype: torch.dtype,
+    def logits_grad(
+        z: Tensor, target: Tensor, log_z: Tensor, g_logp: Tensor, entropy_terms: tuple[Tensor, Tensor] | None,
+        factor: float, dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
         log_p = z * factor - log_z[:, None]
         p = log_p.exp()
         g = (F.one_hot(target, z.shape[1]) - p) * g_logp[:, None]
-        if bent is not None:
-            g_entropy, entropy = bent
+        if entropy_terms is not None:
+            g_entropy, entropy = entropy_terms
             g -= g_entropy[:, None] * p * (log_p + entropy[:, None])
         return (g * factor).to(dtype)

@@ -21,15 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ascent.models.quantization import FourBit, is_packed, packed_product
+from ascent.models.quantization import Linear4bit, is_quantized, matmul_4bit
 
-HALF = (torch.bfloat16, torch.float16)
-EVEN, ROWS = 8, 64
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+RANK_MULTIPLE, ROW_MULTIPLE = 8, 64
 """Columns of h, and rows of W and A together, come in multiples of these: products of them are faster."""
 
 
 @dataclass(frozen=True)
-class Adapter:
+class LoraAdapter:
     """The trained tensors of one adapter, A `[rank in]` and B `[out rank]`, and its scale."""
 
     a: Tensor
@@ -37,7 +37,7 @@ class Adapter:
     scale: float
 
 
-def taken_apart(module: Any) -> tuple[Any, Adapter | None]:
+def unwrap_lora(module: Any) -> tuple[Any, LoraAdapter | None]:
     """A matrix or an embedding, and the adapter beside it. What is more than that is given back as it came."""
     if not hasattr(module, "base_layer") or type(module).__module__ != "peft.tuners.lora.layer":
         return module, None
@@ -48,20 +48,20 @@ def taken_apart(module: Any) -> tuple[Any, Adapter | None]:
     name, scale = names[0], float(module.scaling[names[0]])
     if name in module.lora_A:
         biased = module.lora_B[name].bias is not None
-        found = Adapter(module.lora_A[name].weight, module.lora_B[name].weight, scale)
+        found = LoraAdapter(module.lora_A[name].weight, module.lora_B[name].weight, scale)
         return (module, None) if biased else (module.base_layer, found)
-    return module.base_layer, Adapter(module.lora_embedding_A[name], module.lora_embedding_B[name], scale)
+    return module.base_layer, LoraAdapter(module.lora_embedding_A[name], module.lora_embedding_B[name], scale)
 
 
-def is_adapter(name: str) -> bool:
+def is_adapter_name(name: str) -> bool:
     """Is this the name of an adapter's parameter?"""
     return ".lora_" in name
 
 
 @contextmanager
-def shaken(model: nn.Module) -> Iterator[None]:
+def randomized_adapters(model: nn.Module) -> Iterator[None]:
     """Inside, adapters that have not moved yet do something: two forms of the model are told apart by them too."""
-    still: list[Tensor] = [p for name, p in model.named_parameters() if is_adapter(name) and not bool(p.any())]
+    still: list[Tensor] = [p for name, p in model.named_parameters() if is_adapter_name(name) and not bool(p.any())]
     with torch.no_grad():
         for p in still:
             p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(0)) * 0.02)
@@ -76,7 +76,7 @@ def shaken(model: nn.Module) -> Iterator[None]:
 # ---- for the sampler: one product for all modules that read the same states ---------------------------
 
 
-class StackedLinear(NamedTuple):
+class MergedLinear(NamedTuple):
     """Matrices side by side, and their adapters: x·[W₁; W₂; …; A₁; A₂; …]ᵀ brings every h too, and one more product
     adds h·Bᵀ, B being 0 where a matrix does not read an adapter. All of it lies at fixed addresses."""
 
@@ -113,7 +113,7 @@ class StackedLinear(NamedTuple):
         return whole[:, :out].addmm_(whole[:, out : out + rank], b.t())
 
 
-class PackedStackedLinear(NamedTuple):
+class MergedLinear4bit(NamedTuple):
     """The same of matrices in 4 bits: h is a product of its own."""
 
     packed: Tensor
@@ -126,14 +126,14 @@ class PackedStackedLinear(NamedTuple):
 
     def __call__(self, x: Tensor, ops: Any, split_k: bool = False) -> Tensor:
         x = x.to(self.dtype)
-        y = packed_product(x, self.packed, self.scale, self.bias)
+        y = matmul_4bit(x, self.packed, self.scale, self.bias)
         return y if self.a is None or self.b is None else y.addmm_(x @ self.a.t(), self.b.t())
 
     def gated(self, x: Tensor, ops: Any, gelu: bool) -> Tensor:
         return ops.gated_activation(self(x, ops), gelu=gelu)
 
 
-class Lookup(NamedTuple):
+class MergedEmbedding(NamedTuple):
     """An embedding, and its adapter: `a` `[word rank]`, `b` `[width rank]`."""
 
     weight: Tensor
@@ -145,7 +145,7 @@ class Lookup(NamedTuple):
         return x if self.a is None or self.b is None else x.addmm_(F.embedding(ids, self.a), self.b.t())
 
 
-class Copies:
+class AdapterCopies:
     """What adapters are copied to, all at once: the trained tensors are in another precision, or another layout."""
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class Copies:
 
 
 @torch.no_grad()
-def laid_out(parts: Sequence[Tensor], room: int = 0) -> Tensor:
+def flatten_parameters(parts: Sequence[Tensor], room: int = 0) -> Tensor:
     """One flat tensor that begins with these parameters, one after the other, and has `room` numbers behind them.
 
     The parameters stay the same objects and only their memory moves, so an optimizer's step, a state dict or a
@@ -185,43 +185,47 @@ def laid_out(parts: Sequence[Tensor], room: int = 0) -> Tensor:
     return flat
 
 
-def beside(modules: Sequence[Any], copies: Copies) -> StackedLinear | PackedStackedLinear:
+def merge_linears(modules: Sequence[Any], copies: AdapterCopies) -> MergedLinear | MergedLinear4bit:
     """These modules, each a matrix with or without an adapter, as one."""
-    plain, adapters = zip(*map(taken_apart, modules), strict=True)
+    plain, adapters = zip(*map(unwrap_lora, modules), strict=True)
     out, width = [m.out_features for m in plain], plain[0].in_features
     ranks = tuple(0 if adapter is None else len(adapter.a) for adapter in adapters)
-    rank = sum(ranks) + -sum(ranks) % EVEN
-    if is_packed(plain[0]):
-        whole = _packed_beside(plain, rank)
+    rank = sum(ranks) + -sum(ranks) % RANK_MULTIPLE
+    if is_quantized(plain[0]):
+        whole = _merge_4bit_linears(plain, rank)
         if whole.a is not None and whole.b is not None:
-            copy_adapters(copies, adapters, out, whole.a, whole.b)
+            register_adapter_copies(copies, adapters, out, whole.a, whole.b)
         return whole
     rows = sum(out) + rank
-    rows += -rows % ROWS if rank else 0
-    flat = laid_out([m.weight for m in plain], (rows - sum(out)) * width + rank * sum(out))
-    bias = None if plain[0].bias is None else laid_out([m.bias for m in plain], rows - sum(out))
+    rows += -rows % ROW_MULTIPLE if rank else 0
+    flat = flatten_parameters([m.weight for m in plain], (rows - sum(out)) * width + rank * sum(out))
+    bias = None if plain[0].bias is None else flatten_parameters([m.bias for m in plain], rows - sum(out))
     weight = flat[: rows * width].view(rows, width)
     if not rank:
-        return StackedLinear(weight, bias)
+        return MergedLinear(weight, bias)
     b = flat[rows * width :].view(sum(out), rank)
-    copy_adapters(copies, adapters, out, weight[sum(out) :], b)
-    return StackedLinear(weight, bias, b, ranks)
+    register_adapter_copies(copies, adapters, out, weight[sum(out) :], b)
+    return MergedLinear(weight, bias, b, ranks)
 
 
-def _packed_beside(plain: Sequence[FourBit], rank: int) -> PackedStackedLinear:
+def _merge_4bit_linears(plain: Sequence[Linear4bit], rank: int) -> MergedLinear4bit:
     """Blocks never go from one row into the next, so packed matrices lie side by side as others do."""
     first, width, out = plain[0], plain[0].in_features, sum(m.out_features for m in plain)
-    packed, scale = (laid_out([getattr(m, name) for m in plain]).view(out, -1) for name in ("packed", "scale"))
-    bias = None if first.bias is None else laid_out([m.bias for m in plain])
+    packed, scale = (
+        flatten_parameters([getattr(m, name) for m in plain]).view(out, -1) for name in ("packed", "scale")
+    )
+    bias = None if first.bias is None else flatten_parameters([m.bias for m in plain])
     if not rank:
-        return PackedStackedLinear(packed, scale, bias, first.dtype)
+        return MergedLinear4bit(packed, scale, bias, first.dtype)
     if first.room is None or first.room.numel() != rank * (width + out):
         first.room = torch.zeros(rank * (width + out), dtype=first.dtype, device=packed.device)
     a, b = first.room.split([rank * width, rank * out])
-    return PackedStackedLinear(packed, scale, bias, first.dtype, a.view(rank, width), b.view(out, rank))
+    return MergedLinear4bit(packed, scale, bias, first.dtype, a.view(rank, width), b.view(out, rank))
 
 
-def copy_adapters(copies: Copies, adapters: Sequence[Adapter | None], out: Sequence[int], a: Tensor, b: Tensor) -> None:
+def register_adapter_copies(
+    copies: AdapterCopies, adapters: Sequence[LoraAdapter | None], out: Sequence[int], a: Tensor, b: Tensor
+) -> None:
     """Have each adapter copied to its rows of A, and to its rows and columns of B."""
     row = column = 0
     for count, adapter in zip(out, adapters, strict=True):
@@ -232,50 +236,52 @@ def copy_adapters(copies: Copies, adapters: Sequence[Adapter | None], out: Seque
         row, column = row + count, column + own
 
 
-def lookup(module: Any, copies: Copies) -> Lookup:
-    plain, adapter = taken_apart(module)
+def merge_embedding(module: Any, copies: AdapterCopies) -> MergedEmbedding:
+    plain, adapter = unwrap_lora(module)
     if adapter is None:
-        return Lookup(plain.weight.data)
+        return MergedEmbedding(plain.weight.data)
     (words, width), rank = plain.weight.shape, len(adapter.a)
-    even = rank + -rank % EVEN
-    weight, a, b = laid_out([plain.weight], even * (words + width)).split([words * width, words * even, width * even])
+    even = rank + -rank % RANK_MULTIPLE
+    weight, a, b = flatten_parameters([plain.weight], even * (words + width)).split(
+        [words * width, words * even, width * even]
+    )
     a, b = a.view(words, even), b.view(width, even)
     copies.add(a[:, :rank], adapter.a.t())
     copies.add(b[:, :rank], adapter.b, adapter.scale)
-    return Lookup(weight.view(words, width), a, b)
+    return MergedEmbedding(weight.view(words, width), a, b)
 
 
 # ---- for the learner -----------------------------------------------------------------------------------
 
 
-def fuse_adapter(module: Any) -> bool:
+def fuse_lora(module: Any) -> bool:
     """Let an adapter beside a half-precision matrix compute in that precision; does it?
 
     peft widens what goes in to float32, and what comes out: nine passes over a tensor as large as the output.
     """
-    plain, adapter = taken_apart(module)
-    if adapter is None or type(plain) not in (nn.Linear, FourBit) or _type_of(plain) not in HALF:
+    plain, adapter = unwrap_lora(module)
+    if adapter is None or type(plain) not in (nn.Linear, Linear4bit) or _weight_dtype(plain) not in HALF_DTYPES:
         return False
     if type(plain) is nn.Linear and plain.weight.requires_grad:
         return False
-    module.forward = partial(_adapted, module)
+    module.forward = partial(_lora_forward, module)
     return True
 
 
-def _type_of(plain: Any) -> torch.dtype:
-    return plain.dtype if is_packed(plain) else plain.weight.dtype
+def _weight_dtype(plain: Any) -> torch.dtype:
+    return plain.dtype if is_quantized(plain) else plain.weight.dtype
 
 
-def _adapted(module: Any, x: Tensor) -> Tensor:
-    plain, adapter = taken_apart(module)
-    if adapter is None or x.dtype not in HALF or x.dtype != _type_of(plain):  # it was copied, and widened
+def _lora_forward(module: Any, x: Tensor) -> Tensor:
+    plain, adapter = unwrap_lora(module)
+    if adapter is None or x.dtype not in HALF_DTYPES or x.dtype != _weight_dtype(plain):  # it was copied, and widened
         return type(module).forward(module, x)
-    packed = plain if is_packed(plain) else None
+    packed = plain if is_quantized(plain) else None
     weight = None if packed is not None else plain.weight
-    return _Adapted.apply(x, weight, plain.bias, adapter.a, adapter.b, adapter.scale, packed)
+    return _LoraFunction.apply(x, weight, plain.bias, adapter.a, adapter.b, adapter.scale, packed)
 
 
-class _Adapted(torch.autograd.Function):
+class _LoraFunction(torch.autograd.Function):
     """y = x·Wᵀ + bias + h·(s·B)ᵀ, h = x·Aᵀ. W and its bias are frozen; gradients of A and B are summed in float32.
 
     W is a tensor, or a matrix in 4 bits.
@@ -286,7 +292,7 @@ class _Adapted(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, a: Tensor, b: Tensor, scale: float,
-        packed: FourBit | None = None,
+        packed: Linear4bit | None = None,
     ) -> Tensor:  # fmt: skip
         rows = x.flatten(0, -2)
         a, scaled = a.to(x.dtype), (b * scale).to(x.dtype)
@@ -304,12 +310,12 @@ class _Adapted(torch.autograd.Function):
         weight = weight if ctx.packed is None else ctx.packed.weight
         g_h = g @ scaled
         g_x = (g @ weight).addmm_(g_h, a).view(x.shape) if ctx.needs_input_grad[0] else None
-        return g_x, None, None, product(g_h.t(), rows), product(g.t(), h).mul_(ctx.scale), None, None
+        return g_x, None, None, matmul_float32(g_h.t(), rows), matmul_float32(g.t(), h).mul_(ctx.scale), None, None
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def matmul_float32(a: Tensor, b: Tensor) -> Tensor:
     """a·b in float32 or better."""
-    if a.is_cuda and a.dtype in HALF:
+    if a.is_cuda and a.dtype in HALF_DTYPES:
         return torch.mm(a, b, out_dtype=torch.float32)
     wide = torch.promote_types(a.dtype, torch.float32)
     return a.to(wide) @ b.to(wide)

@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ascent.models.fused_layers import differentiated_twice, rotating
+from ascent.models.fused_layers import fused_rope, needs_double_backward
 
-NAME = "ascent_groups"
+ATTENTION_NAME = "ascent_groups"
 
 
 def attention(
@@ -41,31 +41,31 @@ def attention(
 
 
 @contextmanager
-def ours(model: Any, on: bool = True) -> Iterator[None]:
+def packed_attention_enabled(model: Any, on: bool = True) -> Iterator[None]:
     """Inside, if `on`, its layers call our attention function, and turn queries and keys in one pass (rotating)."""
     if not on:
         yield
         return
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, attention)
+    AttentionInterface.register(ATTENTION_NAME, attention)
     config = model.config.get_text_config(decoder=True)
     before = config._attn_implementation
-    config._attn_implementation = NAME
+    config._attn_implementation = ATTENTION_NAME
     try:
-        with rotating(model):
+        with fused_rope(model):
             yield
     finally:
         config._attn_implementation = before
 
 
-def send(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on its way to the device; nobody waits for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @dataclass(frozen=True)
-class Group:
+class PackedGroup:
     """Where a group stands in the packed row: its prompt, then its responses one after the other."""
 
     start: int
@@ -78,23 +78,23 @@ class Group:
 
 
 @dataclass
-class Packed:
+class PackedLayout:
     """One row of groups."""
 
-    groups: list[Group]
+    groups: list[PackedGroup]
     fused: Any = None
     """How segments are attended to at once; None: by a kernel where one fits, else a group at a time."""
-    _grids: dict[Group, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _grids: dict[PackedGroup, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _biases: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    _spans: Spans | None = None
-    _neighbors: list[list[Group]] | None = None
+    _spans: VarlenSegments | None = None
+    _neighbors: list[list[PackedGroup]] | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        fused = self.fused or segment_kernel(q)
+        fused = self.fused or varlen_kernel(q)
         if fused is not None:
-            self._spans = self._spans or Spans.of(self.groups, q.device)
+            self._spans = self._spans or VarlenSegments.of(self.groups, q.device)
             q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-            return AttendSegments.apply(q, k, v, self._spans, scale, fused).unsqueeze(0)
+            return VarlenAttention.apply(q, k, v, self._spans, scale, fused).unsqueeze(0)
         runs = self._runs()
         sizes = [sum(group.tokens for group in groups) for groups in runs]
         tokens = (x[0].transpose(0, 1).split(sizes) for x in (q, k, v))  # [position head channel]
@@ -105,14 +105,14 @@ class Packed:
             parts += [out[0] for out in outs] if len(groups) == 1 else [torch.cat(outs, 1).flatten(0, 1)]
         return (torch.cat(parts) if len(parts) > 1 else parts[0]).unsqueeze(0)
 
-    def _runs(self) -> list[list[Group]]:
+    def _runs(self) -> list[list[PackedGroup]]:
         """Neighbors of the same lengths, which are attended to at once."""
         if self._neighbors is None:
             shapes = groupby(self.groups, lambda group: (group.prompt, group.responses))
             self._neighbors = [list(groups) for _, groups in shapes]
         return self._neighbors
 
-    def _alike(self, group: Group, q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[Tensor]:
+    def _alike(self, group: PackedGroup, q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[Tensor]:
         """Outputs `[group token head channel]` of groups that have the lengths of this one: prompts, then responses."""
         prompt, repeat = group.prompt, q.shape[2] // k.shape[2]
         (pq, rq), (pk, rk), (pv, rv) = (x.split([prompt, x.shape[1] - prompt], 1) for x in (q, k, v))
@@ -127,7 +127,7 @@ class Packed:
         else:  # [group response token head channel]
             grid, inside = self._grid(group, q.device)
             rq, rk, rv = (x.index_select(1, grid).unflatten(1, (count, width)) for x in (rq, rk, rv))
-        seen_k, seen_v = _behind(pk, rk, repeat), _behind(pv, rv, repeat)
+        seen_k, seen_v = _prompt_then_response(pk, rk, repeat), _prompt_then_response(pv, rv, repeat)
         rq = rq.flatten(0, 1).transpose(1, 2)
         out = F.scaled_dot_product_attention(rq, seen_k, seen_v, attn_mask=self._bias(prompt, rq), scale=scale)
         out = out.transpose(1, 2).unflatten(0, (-1, count))
@@ -142,7 +142,7 @@ class Packed:
             self._biases[key] = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, float("-inf"))
         return self._biases[key]
 
-    def _grid(self, group: Group, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _grid(self, group: PackedGroup, device: torch.device) -> tuple[Tensor, Tensor]:
         """For each response the indices of its tokens, padded with its last; and the places that are not padding."""
         if group not in self._grids:
             lengths = torch.tensor(group.responses, device=device)
@@ -154,7 +154,7 @@ class Packed:
         return self._grids[group]
 
 
-def _behind(prompt: Tensor, own: Tensor, repeat: int) -> Tensor:
+def _prompt_then_response(prompt: Tensor, own: Tensor, repeat: int) -> Tensor:
     """What each response sees, `[response head token channel]`: its prompt's keys or values and then its own.
 
     Of a prompt `[group token head channel]` and responses `[group response token head channel]`; every head stands
@@ -179,13 +179,13 @@ def _behind(prompt: Tensor, own: Tensor, repeat: int) -> Tensor:
 # summed in float32 over all the places where a prompt was seen.
 
 
-def segment_kernel(q: Tensor) -> type[Flash] | type[Efficient] | None:
+def varlen_kernel(q: Tensor) -> type[FlashVarlen] | type[EfficientVarlen] | None:
     """The fused kernel for these queries, if there is one."""
     if not q.is_cuda or q.shape[-1] % 8 or not _is_ampere(q.device):
         return None
     if q.dtype in (torch.bfloat16, torch.float16):
-        return Flash if q.shape[-1] <= 256 and torch.backends.cuda.is_flash_attention_available() else None
-    return Efficient if q.dtype == torch.float32 and q.shape[-1] <= 128 and not differentiated_twice() else None
+        return FlashVarlen if q.shape[-1] <= 256 and torch.backends.cuda.is_flash_attention_available() else None
+    return EfficientVarlen if q.dtype == torch.float32 and q.shape[-1] <= 128 and not needs_double_backward() else None
 
 
 @cache
@@ -195,7 +195,7 @@ def _is_ampere(device: torch.device) -> bool:
 
 
 @dataclass(frozen=True)
-class Spans:
+class VarlenSegments:
     """Where the segments of a packed row begin and end, on the device."""
 
     queries: Tensor
@@ -211,7 +211,7 @@ class Spans:
     """The keys that stand for a prompt's token once more."""
 
     @classmethod
-    def of(cls, groups: Sequence[Group], device: torch.device) -> Spans:
+    def of(cls, groups: Sequence[PackedGroup], device: torch.device) -> VarlenSegments:
         segments: list[tuple[int, int, int]] = []  # keys of the prompt before its own, where that begins, its queries
         for group in groups:
             segments.append((0, group.start, group.prompt))
@@ -225,24 +225,24 @@ class Spans:
         seen = torch.where(is_again, begin[segment], own_begin) + offset
         query_ends, key_ends = (torch.tensor([0, *accumulate(n.tolist())], dtype=torch.int32) for n in (queries, keys))
         return cls(
-            queries=send(query_ends, device),
-            keys=send(key_ends, device),
+            queries=to_device_async(query_ends, device),
+            keys=to_device_async(key_ends, device),
             longest_query=int(queries.max()),
             longest_key=int(keys.max()),
-            seen=send(seen, device),
-            own=send((~is_again).nonzero().flatten(), device),
-            again=send(is_again.nonzero().flatten(), device),
+            seen=to_device_async(seen, device),
+            own=to_device_async((~is_again).nonzero().flatten(), device),
+            again=to_device_async(is_again.nonzero().flatten(), device),
         )
 
 
-class AttendSegments(torch.autograd.Function):
+class VarlenAttention(torch.autograd.Function):
     """Outputs `[position head channel]` for queries, keys and values `[position head channel]` of one row.
 
     `ops`: `Flash` or `Efficient`.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, ops: Any) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: VarlenSegments, scale: float, ops: Any) -> Tensor:
         k_seen, v_seen = k[spans.seen], v[spans.seen]
         out, more = ops.forward(q, k_seen, v_seen, spans, scale)
         ctx.save_for_backward(q, k, v, out, *more)
@@ -255,23 +255,23 @@ class AttendSegments(torch.autograd.Function):
         spans = ctx.spans
         k_seen, v_seen = k[spans.seen], v[spans.seen]
         dq, dk, dv = ctx.ops.backward(grads[0], q, k_seen, v_seen, out, more, spans, ctx.scale)
-        return dq, _gathered(dk, spans), _gathered(dv, spans), None, None, None
+        return dq, _sum_repeated_grads(dk, spans), _sum_repeated_grads(dv, spans), None, None, None
 
 
-def _gathered(grad: Tensor, spans: Spans) -> Tensor:
+def _sum_repeated_grads(grad: Tensor, spans: VarlenSegments) -> Tensor:
     """Gradients of keys back at the tokens that they are, in float32 where a prompt's token is seen many times."""
     total = grad[spans.own].to(torch.promote_types(grad.dtype, torch.float32))
     total.index_add_(0, spans.seen[spans.again], grad[spans.again].to(total.dtype))
     return total.to(grad.dtype)
 
 
-class Flash:
+class FlashVarlen:
     """torch's own flash attention, in the form for segments of various lengths."""
 
     captured = True
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tuple[Tensor, list[Tensor]]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, spans: VarlenSegments, scale: float) -> tuple[Tensor, list[Tensor]]:
         ends = (spans.queries, spans.keys, spans.longest_query, spans.longest_key)
         out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
             q, k, v, *ends, 0.0, True, False, scale=scale
@@ -280,7 +280,14 @@ class Flash:
 
     @staticmethod
     def backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, more: list[Tensor], spans: Spans, scale: float
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        more: list[Tensor],
+        spans: VarlenSegments,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         lse, state, unused = more
         ends = (spans.queries, spans.keys, spans.longest_query, spans.longest_key)
@@ -289,7 +296,7 @@ class Flash:
         )
 
 
-class Efficient:
+class EfficientVarlen:
     """torch's memory-efficient attention, which knows float32 too. Each query head has keys of its own here."""
 
     captured = False
@@ -299,8 +306,10 @@ class Efficient:
     """torch's number for a causal mask in which the last query sees the last key."""
 
     @classmethod
-    def forward(cls, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> tuple[Tensor, list[Tensor]]:
-        rows = [x.unsqueeze(0) for x in (q, _per_query(k, q), _per_query(v, q))]
+    def forward(
+        cls, q: Tensor, k: Tensor, v: Tensor, spans: VarlenSegments, scale: float
+    ) -> tuple[Tensor, list[Tensor]]:
+        rows = [x.unsqueeze(0) for x in (q, _repeat_kv(k, q), _repeat_kv(v, q))]
         ends = (spans.queries, spans.keys, spans.longest_query, spans.longest_key)
         out, lse, *state, _, _ = cls.aten._efficient_attention_forward(
             *rows, None, *ends, 0.0, cls.BOTTOM_RIGHT, True, scale=scale
@@ -309,12 +318,20 @@ class Efficient:
 
     @classmethod
     def backward(
-        cls, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, more: list[Tensor], spans: Spans, scale: float
+        cls,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        more: list[Tensor],
+        spans: VarlenSegments,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         lse, *state = more
         ends = (spans.queries, spans.keys, spans.longest_query, spans.longest_key)
         grad, q, wide_k, wide_v, out = (
-            x.unsqueeze(0) for x in (grad.contiguous(), q, _per_query(k, q), _per_query(v, q), out)
+            x.unsqueeze(0) for x in (grad.contiguous(), q, _repeat_kv(k, q), _repeat_kv(v, q), out)
         )
         dq, dk, dv, _ = cls.aten._efficient_attention_backward(
             *(grad, q, wide_k, wide_v, None, out, *ends, lse, 0.0, *state, cls.BOTTOM_RIGHT, False),
@@ -324,6 +341,6 @@ class Efficient:
         return dq[0], *(x[0].unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
 
 
-def _per_query(x: Tensor, q: Tensor) -> Tensor:
+def _repeat_kv(x: Tensor, q: Tensor) -> Tensor:
     """Keys or values `[key head channel]`, repeated for the query heads that share them."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], 1)

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 from ascent.core.errors import ConfigError
 
-BLOCK = 64
-LEVELS = (
+QUANTIZATION_BLOCK = 64
+NF4_LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-BYTES = 1 / 2 + 4 / BLOCK
+BYTES_PER_PARAMETER = 1 / 2 + 4 / QUANTIZATION_BLOCK
 """Of a number, its share of the scale included."""
 
 
@@ -38,9 +38,9 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
     Every device computes the same: the only operation that rounds is a division.
     """
-    blocks = weight.detach().float().unflatten(-1, (-1, BLOCK))
+    blocks = weight.detach().float().unflatten(-1, (-1, QUANTIZATION_BLOCK))
     scale = blocks.abs().amax(-1)
-    levels = torch.tensor(LEVELS, device=weight.device)
+    levels = torch.tensor(NF4_LEVELS, device=weight.device)
     between = (levels[1:] + levels[:-1]) / 2
     shares = blocks / torch.where(scale == 0, 1.0, scale).unsqueeze(-1)
     first, second = (
@@ -53,22 +53,22 @@ def dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers `[out in]`, multiplied in float32 and then rounded."""
     if packed.is_cuda and dtype != torch.float64:
         shape = [packed.shape[0], 2 * packed.shape[1]]
-        return torch.ops.bitsandbytes.dequantize_4bit(packed, scale, BLOCK, "nf4", shape, dtype)
-    levels = torch.tensor(LEVELS, device=packed.device)
+        return torch.ops.bitsandbytes.dequantize_4bit(packed, scale, QUANTIZATION_BLOCK, "nf4", shape, dtype)
+    levels = torch.tensor(NF4_LEVELS, device=packed.device)
     pairs = torch.cartesian_prod(levels, levels)
-    blocks = F.embedding(packed.int(), pairs).flatten(-2).unflatten(-1, (-1, BLOCK))
+    blocks = F.embedding(packed.int(), pairs).flatten(-2).unflatten(-1, (-1, QUANTIZATION_BLOCK))
     return (blocks * scale.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
-def packed_product(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+def matmul_4bit(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """x·Wᵀ + bias, in the type of x."""
     if x.is_cuda and x.dtype != torch.float64:
         shape = [packed.shape[0], 2 * packed.shape[1]]
-        return torch.ops.bitsandbytes.gemm_4bit(x, packed, shape, scale, BLOCK, "nf4", bias)
+        return torch.ops.bitsandbytes.gemm_4bit(x, packed, shape, scale, QUANTIZATION_BLOCK, "nf4", bias)
     return F.linear(x, dequantize(packed, scale, x.dtype), bias)
 
 
-class FourBit(nn.Linear):
+class Linear4bit(nn.Linear):
     """A frozen matrix that is kept in 4 bits; its bias is not. To peft it is a Linear like any other."""
 
     def __init__(self, linear: nn.Linear, device: torch.device, dtype: torch.dtype):
@@ -88,22 +88,22 @@ class FourBit(nn.Linear):
         return dequantize(self.packed, self.scale, self.dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        return packed_product(x, self.packed, self.scale, self.bias)
+        return matmul_4bit(x, self.packed, self.scale, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Frozen.apply(x.to(self.dtype), self)
+        return _Frozen4bitFunction.apply(x.to(self.dtype), self)
 
 
-def is_packed(module: Any) -> TypeGuard[FourBit]:
+def is_quantized(module: Any) -> TypeGuard[Linear4bit]:
     """Is this a matrix in 4 bits?"""
     return hasattr(module, "packed")
 
 
-class _Frozen(torch.autograd.Function):
+class _Frozen4bitFunction(torch.autograd.Function):
     """y = x·Wᵀ + bias, ∂x = ∂y·W; nothing is kept for the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: FourBit) -> Tensor:
+    def forward(ctx: Any, x: Tensor, matrix: Linear4bit) -> Tensor:
         ctx.matrix = matrix
         return matrix.product(x)
 
@@ -115,20 +115,20 @@ class _Frozen(torch.autograd.Function):
 # ---- whole models --------------------------------------------------------------------------------------
 
 
-def quantize_matrices(model: Any, backbone: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+def quantize_linears(model: Any, backbone: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Put the matrices of the backbone into 4 bits, on this device. Words and head stay as they are."""
     if device.type == "cuda":
         _check_kernels(device)
     head = model.get_output_embeddings()
     for parent in list(backbone.modules()):
         for name, matrix in list(parent.named_children()):
-            if type(matrix) is nn.Linear and matrix is not head and matrix.in_features % BLOCK == 0:
-                setattr(parent, name, FourBit(matrix, device, dtype))
-    packed = [module for module in backbone.modules() if is_packed(module)]
+            if type(matrix) is nn.Linear and matrix is not head and matrix.in_features % QUANTIZATION_BLOCK == 0:
+                setattr(parent, name, Linear4bit(matrix, device, dtype))
+    packed = [module for module in backbone.modules() if is_quantized(module)]
     if not packed:
         raise ConfigError(
-            f"--policy.bits 4: {type(model).__name__} has no linear layer whose input is a multiple of {BLOCK} "
-            "numbers. Leave it out"
+            f"--policy.bits 4: {type(model).__name__} has no linear layer whose in_features is a multiple of "
+            f"{QUANTIZATION_BLOCK}. Leave it out"
         )
     if not all(bool(matrix.scale.isfinite().all()) for matrix in packed):
         raise ConfigError("--policy.bits 4: the model has parameters that are not finite")
@@ -139,7 +139,9 @@ def _check_kernels(device: torch.device) -> None:
         import bitsandbytes  # noqa: F401
 
         dequantize(
-            torch.zeros(1, BLOCK // 2, dtype=torch.uint8, device=device), torch.ones(1, 1, device=device), torch.float32
+            torch.zeros(1, QUANTIZATION_BLOCK // 2, dtype=torch.uint8, device=device),
+            torch.ones(1, 1, device=device),
+            torch.float32,
         )
     except Exception as error:  # missing, or made for other cards or another CUDA
         first = str(error).strip().splitlines()[:1]
@@ -149,11 +151,11 @@ def _check_kernels(device: torch.device) -> None:
         ) from None
 
 
-def widen_matrices(model: nn.Module) -> None:
+def dequantize_linears(model: nn.Module) -> None:
     """Put matrices in 4 bits back into ordinary ones, with the numbers that were computed with."""
     for parent in list(model.modules()):
         for name, matrix in list(parent.named_children()):
-            if is_packed(matrix):
+            if is_quantized(matrix):
                 plain = nn.Linear(1, 1, bias=False)
                 plain.in_features, plain.out_features = matrix.in_features, matrix.out_features
                 plain.weight = nn.Parameter(matrix.weight, requires_grad=False)
@@ -163,15 +165,15 @@ def widen_matrices(model: nn.Module) -> None:
 
 def parameter_count(module: nn.Module) -> int:
     """Parameters of a model or of a part of it, as if none were packed."""
-    return sum(p.numel() for p in not_packed(module)) + packed_count(module)
+    return sum(p.numel() for p in unquantized_parameters(module)) + quantized_parameter_count(module)
 
 
-def packed_count(module: nn.Module) -> int:
+def quantized_parameter_count(module: nn.Module) -> int:
     """Parameters that are in 4 bits."""
-    return sum(2 * matrix.packed.numel() for matrix in module.modules() if is_packed(matrix))
+    return sum(2 * matrix.packed.numel() for matrix in module.modules() if is_quantized(matrix))
 
 
-def not_packed(module: nn.Module) -> list[Tensor]:
+def unquantized_parameters(module: nn.Module) -> list[Tensor]:
     """The parameters but those that hold matrices in 4 bits."""
-    inside = {id(p) for matrix in module.modules() if is_packed(matrix) for p in (matrix.packed, matrix.scale)}
+    inside = {id(p) for matrix in module.modules() if is_quantized(matrix) for p in (matrix.packed, matrix.scale)}
     return [p for p in module.parameters() if id(p) not in inside]

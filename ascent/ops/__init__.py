@@ -1,4 +1,4 @@
-"""Kernels in Triton, one file for each module that uses them; that module says in plain torch what they compute."""
+"""Fused operators: Triton and C kernels, each with a reference implementation in PyTorch."""
 
 import warnings
 from functools import cache
@@ -10,24 +10,24 @@ import torch
 
 @cache
 def load_kernels(name: str) -> ModuleType | None:
-    """The kernels of this file; None where there is no Triton, or none that works."""
+    """Import a module of Triton kernels; None where Triton is missing or does not work."""
     try:
-        found = import_module(f"{__name__}.{name}")
+        module = import_module(f"{__name__}.{name}")
     except ImportError:
         return None
-    return found if _works() else None
+    return module if _triton_works() else None
 
 
 @cache
-def _works() -> bool:
-    """Can a kernel be compiled and run on the GPU? Not if the card is too old for it, or without a C compiler."""
+def _triton_works() -> bool:
+    """Compile and run one kernel on the GPU; this fails on GPUs that are too old, or without a C compiler."""
     if not torch.cuda.is_available():
         return True
     try:
         total = torch.zeros(16, dtype=torch.bfloat16, device="cuda")
         import_module(f"{__name__}.triton_adamw").add(total, total.clone(), (1, 2))
         return not bool(total.any())
-    except Exception as error:  # whatever it says: plain torch computes the same
+    except Exception as error:  # any failure: PyTorch computes the same
         why = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        warnings.warn(f"Triton does not work here ({why}): plain torch computes the same, slower", stacklevel=2)
+        warnings.warn(f"Triton does not work here ({why}): using PyTorch instead, which is slower", stacklevel=2)
         return False

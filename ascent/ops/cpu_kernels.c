@@ -127,10 +127,10 @@ INLINE vector activated(vector g, int gelu) {
 
 /* ---- products ---------------------------------------------------------------------------------------- */
 
-long panel(void) { return PANEL; }
+long panel_width(void) { return PANEL; }
 
 /* `rows` rows of a matrix, from `first` on of those that are packed together; every `step`th panel, from `skip` on. */
-void pack(const float *w, long rows, long k, long first, long step, long skip, float *packed, int threads) {
+void pack_weight(const float *w, long rows, long k, long first, long step, long skip, float *packed, int threads) {
   long low = first / PANEL, high = (first + rows - 1) / PANEL;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (long p = low; p <= high; p++) {
@@ -191,7 +191,7 @@ static void multiply(long rows, long k, const float *x, const float *w, float *s
 }
 
 /* y = x.W' + bias, or with gate and up, panel by panel, act(x.gate' + bias).(x.up' + bias). `n`: columns of y. */
-void product(const float *x, long rows, long k, const float *packed, long n, const float *bias, int gated, int gelu,
+void matmul(const float *x, long rows, long k, const float *packed, long n, const float *bias, int gated, int gelu,
              float *y, int threads) {
   long panels = (n + PANEL - 1) / PANEL, some = ROWS;
   while (some > TILE && (rows + some - 1) / some * panels < 2 * threads) some /= 2;
@@ -218,7 +218,7 @@ void product(const float *x, long rows, long k, const float *packed, long n, con
 /* ---- norms ------------------------------------------------------------------------------------------- */
 
 /* x <- x + y, if there is a y, and out = (add + weight).x / sqrt(mean x^2 + eps). */
-void add_norm(float *x, const float *y, const float *weight, float eps, float add, long rows, long width, float *out,
+void add_rms_norm(float *x, const float *y, const float *weight, float eps, float add, long rows, long width, float *out,
               int threads) {
   long even = width / LANES * LANES;
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * width > FEW)
@@ -337,7 +337,7 @@ INLINE void turn(const float *x, const float *cos, const float *sin, long channe
 
 /* The attention of one new token per row, `out` `[row head channel]`. `qkv` has its queries, keys and values; the turned
    key and the value join the row's own pages, which hold `length` keys, first. LANES divides the channels. */
-void attend(const float *qkv, const float *cos, const float *sin, long rows, long heads, long queries, long channel,
+void paged_attention(const float *qkv, const float *cos, const float *sin, long rows, long heads, long queries, long channel,
             float scale, float *keys, float *values, long size, const int64_t *table, long width, const int64_t *before,
             const int64_t *known, const int64_t *length, float *out, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
@@ -390,7 +390,7 @@ INLINE float probabilities(const float *z, float high, long words, long block, f
 
 /* For each row of logits the first word at which the running sum of softmax(z / temperature) exceeds u of its total,
    and its log-prob. A word without probability is never drawn. */
-void draw(const float *logits, long rows, long words, float temperature, const double *u, int64_t *word, float *logp,
+void sample(const float *logits, long rows, long words, float temperature, const double *u, int64_t *word, float *logp,
           int threads) {
   long blocks = (words + BLOCK - 1) / BLOCK;
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -430,7 +430,7 @@ INLINE void store_part(float *x, vector v, long n) {
 }
 
 /* silu(g).u */
-void gate(const float *g, const float *u, long n, float *out, int threads) {
+void swiglu(const float *g, const float *u, long n, float *out, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (n > FEW)
   for (long i = 0; i < n; i += LANES) {
     vector x = load_part(g + i, n - i);
@@ -439,7 +439,7 @@ void gate(const float *g, const float *u, long n, float *out, int threads) {
 }
 
 /* Its slopes: d silu(g)/dg = s.(1 + g.(1 - s)), s = logistic(g). */
-void gate_slope(const float *grad, const float *g, const float *u, long n, float *to_g, float *to_u, int threads) {
+void swiglu_backward(const float *grad, const float *g, const float *u, long n, float *to_g, float *to_u, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (n > FEW)
   for (long i = 0; i < n; i += LANES) {
     vector d = load_part(grad + i, n - i), x = load_part(g + i, n - i), s = logistic(x);
@@ -450,7 +450,7 @@ void gate_slope(const float *grad, const float *g, const float *u, long n, float
 
 /* Heads `[position head channel]` with these strides, turned by the angles of their positions, or back; `out` has no
    gaps. */
-void rotate(const float *x, long positions, long heads, long channel, long by_position, long by_head, const float *cos,
+void rope(const float *x, long positions, long heads, long channel, long by_position, long by_head, const float *cos,
             const float *sin, int back, float *out, int threads) {
   long half = channel / 2;
 #pragma omp parallel for num_threads(threads) schedule(static) if (positions * heads * channel > FEW)
@@ -470,7 +470,7 @@ void rotate(const float *x, long positions, long heads, long channel, long by_po
 }
 
 /* out = w.n with n = x.r, r = 1 / sqrt(mean x^2 + eps). */
-void norm(const float *x, const float *weight, float eps, long rows, long width, float *out, float *r, int threads) {
+void rms_norm(const float *x, const float *weight, float eps, long rows, long width, float *out, float *r, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * width > FEW)
   for (long i = 0; i < rows; i++) {
     const float *row = x + i * width;
@@ -482,19 +482,19 @@ void norm(const float *x, const float *weight, float eps, long rows, long width,
   }
 }
 
-#define NORMS 64 /* rows whose g.n are added up first */
-long norms(void) { return NORMS; }
+#define NORM_BLOCK_ROWS 64 /* rows whose g.n are added up first */
+long norm_block_rows(void) { return NORM_BLOCK_ROWS; }
 
-/* Its slopes r.(g.w - n.mean(g.w.n)), and the sum of g.n over rows: `sums` has room for one of every NORMS rows, so that
+/* Its slopes r.(g.w - n.mean(g.w.n)), and the sum of g.n over rows: `sums` has room for one of every NORM_BLOCK_ROWS rows, so that
    they are added up in the same order whatever the number of threads. */
-void norm_slope(const float *grad, const float *x, const float *weight, const float *r, long rows, long width,
+void rms_norm_backward(const float *grad, const float *x, const float *weight, const float *r, long rows, long width,
                 float *to_x, float *sums, float *to_weight, int threads) {
-  long blocks = (rows + NORMS - 1) / NORMS;
+  long blocks = (rows + NORM_BLOCK_ROWS - 1) / NORM_BLOCK_ROWS;
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * width > FEW)
   for (long b = 0; b < blocks; b++) {
     float *sum = sums + b * width;
     memset(sum, 0, width * sizeof(float));
-    for (long i = b * NORMS; i < smaller(rows, (b + 1) * NORMS); i++) {
+    for (long i = b * NORM_BLOCK_ROWS; i < smaller(rows, (b + 1) * NORM_BLOCK_ROWS); i++) {
       const float *row = x + i * width, *g = grad + i * width;
       vector along = all(0);
       for (long j = 0; j < width; j += LANES) {
@@ -515,7 +515,7 @@ void norm_slope(const float *grad, const float *x, const float *weight, const fl
 }
 
 /* Logits become probabilities; and of each row log p of a word, and the entropy. */
-void measure(float *z, const int64_t *target, long rows, long words, float *logp, float *entropy, int threads) {
+void softmax_logprobs(float *z, const int64_t *target, long rows, long words, float *logp, float *entropy, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (long i = 0; i < rows; i++) {
     float *row = z + i * words, high = largest_of(row, words), own = row[target[i]];

@@ -1,6 +1,6 @@
-"""CUDA graphs: what a host launches again and again in the same way, it launches once, as one graph.
+"""CUDA graphs: replay a recorded sequence of kernel launches with one call of the host.
 
-What is captured reads and writes tensors at fixed addresses. So work of any size is padded to one of a few sizes.
+A captured graph reads and writes tensors at fixed addresses. So inputs are padded to one of a few sizes.
 """
 
 from __future__ import annotations
@@ -10,32 +10,32 @@ from typing import Any, Protocol
 
 import torch
 
-STEPS = 4
-"""Sizes between a power of two and the next."""
+BUCKETS_PER_OCTAVE = 4
+"""Number of sizes between a power of two and the next."""
 
 
-class Graphs(Protocol):
-    def warm(self, work: Callable[[], None]) -> None:
-        """Do it once: what is compiled or allocated at a first use cannot be captured."""
+class GraphBackend(Protocol):
+    def warm_up(self, work: Callable[[], None]) -> None:
+        """Run once, because compilation and allocation at the first use cannot be captured."""
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What does it again."""
+        """Record the work; return a function that repeats it."""
 
-    def forget(self) -> None:
-        """All that was captured is gone, or will be: the next capture begins anew."""
+    def reset(self) -> None:
+        """Forget the memory pool, because all captured graphs are about to be released."""
 
 
 class CudaGraphs:
-    """Graphs that share their memory: one of them works at a time, and its results are used before the next does."""
+    """CUDA graphs that share one memory pool: use the results of a graph before replaying another."""
 
     pool: Any = None
 
-    def warm(self, work: Callable[[], None]) -> None:
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+    def warm_up(self, work: Callable[[], None]) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             work()
-        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.current_stream().wait_stream(stream)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         self.pool = self.pool or torch.cuda.graph_pool_handle()
@@ -44,29 +44,29 @@ class CudaGraphs:
             work()
         return graph.replay
 
-    def forget(self) -> None:
-        self.pool = None  # torch gives it up with the last of its graphs, and would not take it again
+    def reset(self) -> None:
+        self.pool = None  # PyTorch frees the pool with its last graph and cannot reuse the handle
 
 
-class NoGraphs:
-    """Where there are none, the host does all of it again."""
+class EagerGraphs:
+    """Without CUDA graphs the host runs the work again."""
 
-    def warm(self, work: Callable[[], None]) -> None: ...
+    def warm_up(self, work: Callable[[], None]) -> None: ...
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         return work
 
-    def forget(self) -> None: ...
+    def reset(self) -> None: ...
 
 
-def size_above(count: int) -> int:
-    """The next of `STEPS` numbers between two powers of two."""
-    return -(-count // size_step(count)) * size_step(count)
+def round_up_to_bucket(count: int) -> int:
+    """Round up to one of `BUCKETS_PER_OCTAVE` sizes between two powers of two."""
+    return -(-count // bucket_step(count)) * bucket_step(count)
 
 
-def size_step(count: int) -> int:
-    return max(1, power_above(count) // (2 * STEPS))
+def bucket_step(count: int) -> int:
+    return max(1, next_power_of_2(count) // (2 * BUCKETS_PER_OCTAVE))
 
 
-def power_above(count: int) -> int:
+def next_power_of_2(count: int) -> int:
     return 1 << (count - 1).bit_length()

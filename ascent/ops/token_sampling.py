@@ -45,8 +45,8 @@ def sample_tokens(
         u: one uniform number per row; None: greedy decoding (argmax)
         forbidden: a mask `[row]` and the token ids that these rows must not sample (stop tokens before min_tokens)
     """
-    if u is not None and params.unrestricted and forbidden is None and cpu_kernels.fits(logits):
-        return *cpu_kernels.draw_rows(logits, temperature, u), None
+    if u is not None and params.unrestricted and forbidden is None and cpu_kernels.is_supported(logits):
+        return *cpu_kernels.sample_rows(logits, temperature, u), None
     z = logits if temperature == 1.0 else logits / temperature
     if forbidden is not None:
         return _sample_without_forbidden(z, params, u, *forbidden)

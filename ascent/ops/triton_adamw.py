@@ -1,4 +1,8 @@
-"""The kernels of learning/compact.py in Triton; `ReferenceOps` there says what they compute."""
+"""AdamW with bfloat16 state and stochastic rounding, in Triton; see `ReferenceOps` in training/compact_adamw.py.
+
+add    total ← round(total + grad)
+step   one step of AdamW; the float32 weight is stored as a bfloat16 parameter and its lower 16 bits
+"""
 
 # mypy: disallow-untyped-defs=False, disallow-any-generics=False
 from __future__ import annotations
@@ -30,7 +34,7 @@ def step(
 
 
 def _signed(key: int) -> int:
-    """The same 32 bits, as Triton takes them."""
+    """Return the same 32 bits as a signed integer, which Triton requires."""
     return key - 2**32 if key >= 2**31 else key
 
 
@@ -43,7 +47,7 @@ def _random(i, key, other):
 
 
 @triton.jit
-def _rounded(x, random):
+def _round_to_bfloat16(x, random):
     bits = (x.to(tl.uint32, bitcast=True) + random) >> 16
     return tl.where(x == x, bits, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
@@ -53,7 +57,7 @@ def _add(total, grad, count, key, other, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     both = tl.load(total + i, inside).to(tl.float32) + tl.load(grad + i, inside).to(tl.float32)
-    tl.store(total + i, _rounded(both, _random(i, key, other) & 0xFFFF), inside)
+    tl.store(total + i, _round_to_bfloat16(both, _random(i, key, other) & 0xFFFF), inside)
 
 
 @triton.jit(do_not_specialize=["key", "other", "rest1", "beta2", "rest2", "decay", "rate", "root", "eps"])
@@ -70,8 +74,8 @@ def _step(
     square = beta2 * square + rest2 * g * g
     w -= rate * mean / (tl.sqrt(square) / root + eps)
     random = _random(i, key, other)
-    tl.store(m + i, _rounded(mean, random & 0xFFFF), inside)
-    tl.store(v + i, _rounded(square, random >> 16), inside)
+    tl.store(m + i, _round_to_bfloat16(mean, random & 0xFFFF), inside)
+    tl.store(v + i, _round_to_bfloat16(square, random >> 16), inside)
     bits = tl.where(w == w, w.to(tl.int32, bitcast=True), 0x7FC00000)
     near = (bits + 0x8000) >> 16
     tl.store(p + i, near.to(tl.int16).to(tl.bfloat16, bitcast=True), inside)

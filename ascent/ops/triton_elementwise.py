@@ -1,4 +1,8 @@
-"""The kernels of elementwise.py in Triton; `Formulas` there says what they compute."""
+"""SwiGLU and RoPE with their backward passes, in Triton; see `ElementwiseReference` in fused_layers.py.
+
+swiglu   silu(g)·u
+rope     [a, b] ↦ [a·cos − b·sin, b·cos + a·sin], where a and b are the halves of a head
+"""
 
 # mypy: disallow-untyped-defs=False, disallow-any-generics=False
 from __future__ import annotations
@@ -11,28 +15,28 @@ from torch import Tensor
 BLOCK = 1024
 
 
-def gate(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty_like(gate)
-    _gate[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), BLOCK=BLOCK)
+    _swiglu[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), BLOCK=BLOCK)
     return out
 
 
 @triton.jit
-def _gate(gate, up, out, count, BLOCK: tl.constexpr):
+def _swiglu(gate, up, out, count, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     g, u = tl.load(gate + i, inside).to(tl.float32), tl.load(up + i, inside).to(tl.float32)
     tl.store(out + i, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), inside)
 
 
-def gate_slope(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
-    _gate_slope[(triton.cdiv(gate.numel(), BLOCK),)](grad, gate, up, d_gate, d_up, gate.numel(), BLOCK=BLOCK)
+    _swiglu_backward[(triton.cdiv(gate.numel(), BLOCK),)](grad, gate, up, d_gate, d_up, gate.numel(), BLOCK=BLOCK)
     return d_gate, d_up
 
 
 @triton.jit
-def _gate_slope(grad, gate, up, d_gate, d_up, count, BLOCK: tl.constexpr):
+def _swiglu_backward(grad, gate, up, d_gate, d_up, count, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     d, g = tl.load(grad + i, inside).to(tl.float32), tl.load(gate + i, inside).to(tl.float32)
@@ -41,27 +45,30 @@ def _gate_slope(grad, gate, up, d_gate, d_up, count, BLOCK: tl.constexpr):
     tl.store(d_up + i, (d * g * s).to(d_up.dtype.element_ty), inside)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    """`[1 head position channel]` in; out the same, laid out `[position head channel]` in memory."""
+def rope(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
+    """Return RoPE of x `[1 head position head_dim]` in the same shape; the memory layout is `[position head head_dim]`.
+
+    `backward`: rotate by the negative angles, which is the gradient.
+    """
     _, heads, positions, channel = x.shape
     out = x.new_empty(1, positions, heads, channel)
     x = x if x.stride(3) == 1 else x.contiguous()
     rows = 16
-    _rotate[(positions, triton.cdiv(heads, rows))](
+    _rope[(positions, triton.cdiv(heads, rows))](
         *(x, out, cos.contiguous(), sin.contiguous(), heads, x.stride(1), x.stride(2)),
         HALF=channel // 2,
         PLACES=triton.next_power_of_2(channel // 2),
         ROWS=rows,
-        BACK=back,
+        BACKWARD=backward,
         num_warps=2,
     )
     return out.transpose(1, 2)
 
 
 @triton.jit
-def _rotate(
+def _rope(
     x, out, cos, sin, heads, head_stride, position_stride,
-    HALF: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, BACK: tl.constexpr,
+    HALF: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     position = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -78,7 +85,7 @@ def _rotate(
         tl.load(sin + at, there).to(tl.float32)[None, :],
         tl.load(sin + at + HALF, there).to(tl.float32)[None, :],
     )
-    if BACK:
+    if BACKWARD:
         first, second = a * cos_a + b * sin_b, b * cos_b - a * sin_a
     else:
         first, second = a * cos_a - b * sin_a, b * cos_b + a * sin_b

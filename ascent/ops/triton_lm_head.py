@@ -1,4 +1,10 @@
-"""The kernels of fused_head.py in Triton; `Formulas` there says what they compute."""
+"""Log-probs and entropy of the LM head and the gradient of its logits, in Triton; see `LMHeadReference`.
+
+With x = z·factor and p = softmax(x):
+
+    log π(a) = x_a − log Σ e^x       H = log Σ e^x − Σ p·x
+    ∂L/∂z = factor·(g_logp·(1_a − p) − g_H·p·(log p + H))
+"""
 
 # mypy: disallow-untyped-defs=False, disallow-any-generics=False
 from __future__ import annotations
@@ -8,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-READ = 4096
-"""Logits that a program of `_measure` reads at a time."""
-WRITE = 2048
-"""Logits of one program of `_slope`."""
+READ_BLOCK = 4096
+"""Logits that a program of `_logprobs_and_entropy` reads at a time."""
+WRITE_BLOCK = 2048
+"""Logits of one program of `_logits_grad`."""
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a matrix product to a float32 tensor, inside the product's own kernel."""
+def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a·b in float32; the addition happens inside the matmul kernel."""
     if a.dtype == torch.float32:
         total.addmm_(a, b)
     else:
@@ -28,14 +34,16 @@ def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return z if bias is None else z.add_(bias)
 
 
-def measure(z: Tensor, target: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+def logprobs_and_entropy(z: Tensor, target: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
     logp, entropy, log_z = (z.new_empty(z.shape[0]) for _ in range(3))
-    _measure[(z.shape[0],)](z, target, logp, entropy, log_z, z.shape[1], factor, BLOCK=READ, num_warps=8)
+    _logprobs_and_entropy[(z.shape[0],)](
+        z, target, logp, entropy, log_z, z.shape[1], factor, BLOCK=READ_BLOCK, num_warps=8
+    )
     return logp, entropy, log_z
 
 
 @triton.jit
-def _measure(z, target, logp, entropy, log_z, vocab, factor, BLOCK: tl.constexpr):
+def _logprobs_and_entropy(z, target, logp, entropy, log_z, vocab, factor, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     line = z + row * vocab
     top = tl.full((), float("-inf"), tl.float32)
@@ -56,24 +64,24 @@ def _measure(z, target, logp, entropy, log_z, vocab, factor, BLOCK: tl.constexpr
     tl.store(log_z + row, sum_log)
 
 
-def slope(
-    z: Tensor, target: Tensor, log_z: Tensor, g_logp: Tensor, bent: tuple[Tensor, Tensor] | None, factor: float,
-    dtype: torch.dtype,
+def logits_grad(
+    z: Tensor, target: Tensor, log_z: Tensor, g_logp: Tensor, entropy_terms: tuple[Tensor, Tensor] | None,
+    factor: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     out = torch.empty_like(z, dtype=dtype)
-    g_entropy, entropy = bent or (log_z, log_z)
-    _slope[(z.shape[0], triton.cdiv(z.shape[1], WRITE))](
+    g_entropy, entropy = entropy_terms or (log_z, log_z)
+    _logits_grad[(z.shape[0], triton.cdiv(z.shape[1], WRITE_BLOCK))](
         *(z, out, target, log_z, g_logp.contiguous(), g_entropy.contiguous(), entropy, z.shape[1], factor),
-        BLOCK=WRITE,
-        BENT=bent is not None,
+        BLOCK=WRITE_BLOCK,
+        WITH_ENTROPY=entropy_terms is not None,
         num_warps=4,
     )
     return out
 
 
 @triton.jit
-def _slope(
-    z, out, target, log_z, g_logp, g_entropy, entropy, vocab, factor, BLOCK: tl.constexpr, BENT: tl.constexpr
+def _logits_grad(
+    z, out, target, log_z, g_logp, g_entropy, entropy, vocab, factor, BLOCK: tl.constexpr, WITH_ENTROPY: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -82,7 +90,7 @@ def _slope(
     p = tl.exp(log_p)
     up = tl.load(g_logp + row)
     g = tl.where(i == tl.load(target + row), up, 0.0) - up * p
-    if BENT:
+    if WITH_ENTROPY:
         bend = tl.load(g_entropy + row) * (log_p + tl.load(entropy + row))
         g -= tl.where(inside & (p > 0), bend * p, 0.0)
     tl.store(out + row * vocab + i, (g * factor).to(out.dtype.element_ty), inside)

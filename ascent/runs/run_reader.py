@@ -7,7 +7,7 @@ from typing import Any
 
 from ascent.core.config import Config
 from ascent.core.errors import ConfigError
-from ascent.models.causal_lm import KEPT_MODEL
+from ascent.models.causal_lm import SAVED_MODEL
 from ascent.runs import checkpoint, rollout_files
 from ascent.runs.display.notebook import Completions, Picture, run_html
 from ascent.runs.display.plots import draw_runs
@@ -76,7 +76,7 @@ class RunRecord:
             )
         settings = self._trusted_settings()
         with naming_file(self.folder / "config.json"):
-            here = {KEPT_MODEL: str(self.folder.resolve() / "model")}
+            here = {SAVED_MODEL: str(self.folder.resolve() / "model")}
             return config_from(renamed(settings, self.changed | here))
 
     def _trusted_settings(self, trusted: bool = False) -> dict[str, Any]:

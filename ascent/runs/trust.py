@@ -21,7 +21,7 @@ from typing import Any
 from ascent.core.config import Config
 from ascent.core.errors import ConfigError
 from ascent.distributed.ranks import torchrun_rank, torchrun_world_size
-from ascent.models.causal_lm import KEPT_MODEL
+from ascent.models.causal_lm import SAVED_MODEL
 from ascent.processes.user_code import CODE, read_code
 from ascent.processes.user_state import state_folder
 from ascent.runs.display.terminal import printable
@@ -52,7 +52,7 @@ PLAIN: dict[str, str] = {
     **dict.fromkeys(("device", "reward_device"), r"[\w:]*"),
     **dict.fromkeys(("reward", "tools"), rf"[^:]*|[^:]*\*?\s*{_OBJECT}"),
     "environment": rf"textarena:[\w.-]*|{_OBJECT}",
-    "model": rf"{KEPT_MODEL}|[\w-][\w.-]*(/[\w.-]+)?",
+    "model": rf"{SAVED_MODEL}|[\w-][\w.-]*(/[\w.-]+)?",
     "sandbox": "auto|bubblewrap|landlock",
     "track": "tensorboard",
 }

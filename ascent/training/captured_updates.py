@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ascent.models.packed_attention import Group, Packed, Spans
-from ascent.ops.cuda_graphs import Graphs, power_above, size_above, size_step
+from ascent.models.packed_attention import PackedGroup, PackedLayout, VarlenSegments
+from ascent.ops.cuda_graphs import GraphBackend, bucket_step, next_power_of_2, round_up_to_bucket
 
 MAX_CAPTURE_FRACTION = 1 / 16
 """Of a GPU's memory, what sums and the largest captured row may take."""
@@ -40,23 +40,23 @@ class Size:
     longest_key: int
 
     @classmethod
-    def of(cls, groups: Sequence[Group]) -> Size:
+    def of(cls, groups: Sequence[PackedGroup]) -> Size:
         """The smallest one for these groups, with at least one token of padding."""
         used = sum(group.prompt + sum(group.responses) for group in groups)
-        tokens = size_above(used + 1)
+        tokens = round_up_to_bucket(used + 1)
         again = sum(group.prompt * len(group.responses) for group in groups)
-        query = power_above(max(max(group.prompt, *group.responses, 1) for group in groups))
-        key = power_above(max(group.prompt + max(group.responses, default=0) for group in groups))
-        segments = sum(1 + len(group.responses) for group in groups) + -(-size_step(used + 1) // query)
-        return cls(tokens, tokens + power_above(again + 1), power_above(segments), query, max(query, key))
+        query = next_power_of_2(max(max(group.prompt, *group.responses, 1) for group in groups))
+        key = next_power_of_2(max(group.prompt + max(group.responses, default=0) for group in groups))
+        segments = sum(1 + len(group.responses) for group in groups) + -(-bucket_step(used + 1) // query)
+        return cls(tokens, tokens + next_power_of_2(again + 1), next_power_of_2(segments), query, max(query, key))
 
 
-def padded(ids: Tensor, positions: Tensor, groups: Sequence[Group], size: Size) -> list[Tensor]:
+def padded(ids: Tensor, positions: Tensor, groups: Sequence[PackedGroup], size: Size) -> list[Tensor]:
     """Ids, positions, and where segments begin, of a row with padding: all that changes from row to row."""
     used, every = len(ids), list(groups)
     for start in range(used, size.tokens, size.longest_query):
-        every.append(Group(start, min(size.longest_query, size.tokens - start), ()))
-    spans, missing = Spans.of(every, torch.device("cpu")), size.tokens - used
+        every.append(PackedGroup(start, min(size.longest_query, size.tokens - start), ()))
+    spans, missing = VarlenSegments.of(every, torch.device("cpu")), size.tokens - used
     filler = spans.own[-1]  # the key of a padding token
     again = torch.full((size.keys - size.tokens,), int(filler))
     again[: len(spans.again)] = spans.again
@@ -85,8 +85,8 @@ class CapturedRow:
         def forward() -> None:
             for to, now in zip(ends, (queries, keys), strict=True):
                 to.copy_(now)
-            spans = Spans(*ends, size.longest_query, size.longest_key, seen, own, again)
-            layout = Packed([], fused=owner.fused, _spans=spans)
+            spans = VarlenSegments(*ends, size.longest_query, size.longest_key, seen, own, again)
+            layout = PackedLayout([], fused=owner.fused, _spans=spans)
             embedded = self.embedded.detach().requires_grad_(learns)
             parameters = [p.detach().requires_grad_() for p in owner.working]
             self.leaves = [*parameters, *([embedded] if learns else [])]
@@ -110,7 +110,7 @@ class CapturedRow:
             forward()
             backward()
 
-        owner.graphs.warm(both)  # the slope is 0, and so are sums
+        owner.graphs.warm_up(both)  # the slope is 0, and so are sums
         self.forward, self.backward = owner.graphs.capture(forward), owner.graphs.capture(backward)
 
     def load(self, parts: list[Tensor]) -> None:
@@ -129,7 +129,7 @@ class EarlyForward(NamedTuple):
     row: CapturedRow
     ids: Tensor
     positions: Tensor
-    groups: Sequence[Group]
+    groups: Sequence[PackedGroup]
     versions: list[int]
 
 
@@ -154,7 +154,7 @@ class Captured:
     """The passes of one backbone over rows of up to `tokens` tokens; others are left to the caller."""
 
     def __init__(
-        self, backbone: nn.Module, working: list[Tensor], stepped: list[Tensor], tokens: int, graphs: Graphs,
+        self, backbone: nn.Module, working: list[Tensor], stepped: list[Tensor], tokens: int, graphs: GraphBackend,
         fused: Any = None,
     ):  # fmt: skip
         self.backbone, self.tokens, self.graphs, self.fused = backbone, tokens, graphs, fused
@@ -176,7 +176,7 @@ class Captured:
         """What went wrong with a capture; then there is none."""
 
     @torch.no_grad()
-    def begin(self, ids: Tensor, positions: Tensor, groups: Sequence[Group]) -> None:
+    def begin(self, ids: Tensor, positions: Tensor, groups: Sequence[PackedGroup]) -> None:
         """Compute the forward pass over a packed row now, if its size is captured: the next call may be for it."""
         size = Size.of(groups)
         if size in self.rows and self._lie_where_they_lay():
@@ -185,7 +185,7 @@ class Captured:
             row.pass_forward(self.embedding(row.ids[None]))
             self.begun = EarlyForward(row, ids, positions, groups, self._versions())
 
-    def _begun(self, ids: Tensor, positions: Tensor, groups: Sequence[Group]) -> CapturedRow | None:
+    def _begun(self, ids: Tensor, positions: Tensor, groups: Sequence[PackedGroup]) -> CapturedRow | None:
         """The row whose forward pass was computed last, if it holds these tokens and the parameters are the same."""
         begun, self.begun = self.begun, None  # used up: rows share their memory
         if begun is None or begun.versions != self._versions() or not self._lie_where_they_lay():
@@ -199,7 +199,7 @@ class Captured:
     def _versions(self) -> list[int]:
         return [p._version for p in self.parameters]
 
-    def __call__(self, ids: Tensor, positions: Tensor, groups: Sequence[Group]) -> Tensor | None:
+    def __call__(self, ids: Tensor, positions: Tensor, groups: Sequence[PackedGroup]) -> Tensor | None:
         """Hidden states `[1 token width]` of a packed row and of its padding; None: it is not captured."""
         if len(ids) >= self.tokens or self.why_not is not None or not torch.is_grad_enabled():
             return None
@@ -216,7 +216,7 @@ class Captured:
     def _row(self, size: Size, parts: list[Tensor]) -> CapturedRow | None:
         if not self._lie_where_they_lay():  # a sampler moved them: graphs would read what was there before
             self.places, self.rows = [p.data_ptr() for p in self.parameters], {}
-            self.graphs.forget()
+            self.graphs.reset()
         if size in self.rows:
             self.rows[size].load(parts)
         elif len(self.rows) < SIZES:

@@ -26,9 +26,9 @@ from ascent.core.update import Update, global_norm
 from ascent.distributed.rank_group import make_buckets
 from ascent.distributed.ranks import Ranks, RankZeroOnly
 from ascent.models.causal_lm import LanguageModel
-from ascent.models.fused_layers import fuse
-from ascent.models.lm_head import Head
-from ascent.models.packed_attention import send
+from ascent.models.fused_layers import fuse_layers
+from ascent.models.lm_head import LMHead
+from ascent.models.packed_attention import to_device_async
 from ascent.training.compact_adamw import to_float32_state
 from ascent.training.language_learner import (
     LanguageCritic,
@@ -61,12 +61,12 @@ class ShardedForward(ForwardModule):
     own: dict[str, Any]
     """The shards of the trained parameters. Between passes the model itself may hold what was gathered of them."""
 
-    def forward(self, batch: Rollouts, read: Callable[[Head, Tensor], Any], states: Any = None) -> Any:
+    def forward(self, batch: Rollouts, read: Callable[[LMHead, Tensor], Any], states: Any = None) -> Any:
         """FSDP2 cannot follow a view of something else, so what is returned is none."""
         found = super().forward(batch, read, states)
         return tuple(map(_no_view, found)) if isinstance(found, tuple) else _no_view(found)
 
-    def instead(self, params: Iterable[Tensor], batch: Rollouts, read: Callable[[Head, Tensor], Any]) -> Any:
+    def instead(self, params: Iterable[Tensor], batch: Rollouts, read: Callable[[LMHead, Tensor], Any]) -> Any:
         now = [p.detach().clone() for p in self.own.values()]
         self.fill(params)
         try:
@@ -122,11 +122,11 @@ def _no_view(found: Any) -> Any:
 
 def _kept(found: Any) -> Any:
     """A head that stays whole when the model's is in shards again."""
-    if not (isinstance(found, tuple) and isinstance(found[0], Head)):
+    if not (isinstance(found, tuple) and isinstance(found[0], LMHead)):
         return found
     head, hidden = found
     bias = None if head.bias is None else head.bias.detach().clone()
-    return Head(head.weight.detach().clone(), bias, head.scale, head.cap), hidden
+    return LMHead(head.weight.detach().clone(), bias, head.scale, head.cap), hidden
 
 
 class ShardedCritic(LanguageCritic):
@@ -150,7 +150,7 @@ class ShardedCritic(LanguageCritic):
             return super().forward(batch)
         states = action_states(batch) | last_states(batch)
         hidden = self._policy[0](batch, lambda _, hidden: hidden, states)
-        return scatter_tokens(self.read(hidden), send(states, batch.mask.device))
+        return scatter_tokens(self.read(hidden), to_device_async(states, batch.mask.device))
 
 
 class Moved:
@@ -215,7 +215,7 @@ class ShardedLearner(LanguageLearner):
             )
         on = choice is not None and choice.on
         if whole.device.type == "cuda" and whole.fuses:
-            fuse(whole.model)
+            fuse_layers(whole.model)
         critic, step = (ShardedCritic(whole, choice.shared, ranks.world_size), choice.update) if on else (None, None)
         forward = shard(whole, ranks.world_size)
         if critic is not None:

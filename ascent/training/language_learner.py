@@ -18,9 +18,9 @@ from ascent.core.types import Batch, Outputs, Rollouts, Terms
 from ascent.core.update import Adam, Update
 from ascent.distributed.ranks import SINGLE_PROCESS
 from ascent.models.causal_lm import LanguageModel
-from ascent.models.fused_layers import fuse
-from ascent.models.lm_head import Head, token_stats
-from ascent.models.packed_attention import Flash, ours, segment_kernel, send
+from ascent.models.fused_layers import fuse_layers
+from ascent.models.lm_head import LMHead, token_stats
+from ascent.models.packed_attention import FlashVarlen, packed_attention_enabled, varlen_kernel, to_device_async
 from ascent.ops.cuda_graphs import CudaGraphs
 from ascent.training.captured_updates import Captured, captured_tokens
 from ascent.training.compact_adamw import CompactAdamW, to_compact_state, to_float32_state
@@ -98,13 +98,13 @@ class LanguageCritic(nn.Module):
     def attention(self) -> AbstractContextManager[None]:
         """Inside, its layers call our attention function."""
         lm = self._lm[0]
-        return ours(lm.model if self.own is None else self.own, lm.shares)
+        return packed_attention_enabled(lm.model if self.own is None else self.own, lm.shares)
 
     def forward(self, batch: Rollouts) -> Float[Tensor, "prompt sample state"]:
         """V at the states before every action and behind the last token of each response; 0 at the others."""
         states = value_states(batch)
         hidden = hidden_states(self._lm[0], batch, states, self.backbone, self.captured)
-        return scatter_tokens(self.read(hidden), send(states, batch.mask.device))
+        return scatter_tokens(self.read(hidden), to_device_async(states, batch.mask.device))
 
     def read(self, hidden: Float[Tensor, "state width"]) -> Float[Tensor, "state"]:
         return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
@@ -169,9 +169,9 @@ class LanguageLearner(InProcessLearner):
             )
         fits = lm.fuses and (lm.device.type == "cuda" or lm.model.dtype == torch.float32)
         if fits and self.computes_alone and not update.full_batch:  # Fisher products differentiate twice
-            fuse(lm.model)
+            fuse_layers(lm.model)
             if critic is not None and critic.own is not None:
-                fuse(critic.own)
+                fuse_layers(critic.own)
         per = STATE_BYTES_PER_PARAM if rounding is None else COMPACT_BYTES_PER_PARAM
         self._room = None if micro_batch else plan_micro_batches(lm, checkpointing, reference, critic, per=per)
         self._captured = self._capturing(lm.backbone, self._working, self._trainable)
@@ -185,7 +185,7 @@ class LanguageLearner(InProcessLearner):
             not self.computes_alone or self.compact is not None
         ):  # in shards a layer is gathered as it works; graphs sum floats
             return None
-        flash = segment_kernel(lm.model.get_input_embeddings().weight.new_empty(0, head_dim_of(lm))) is Flash
+        flash = varlen_kernel(lm.model.get_input_embeddings().weight.new_empty(0, head_dim_of(lm))) is FlashVarlen
         if not (self.captures and flash and lm.shares) or self.checkpointing:
             return None
         tokens = captured_tokens(int(lm.gpu_memory), stepped, bytes_per_token(lm, False))
@@ -244,7 +244,7 @@ class LanguageLearner(InProcessLearner):
         """How log-probs, entropies and the KL to another policy are read off a head and hidden states."""
         return partial(token_stats, target=targets(batch, self.lm.device), temperature=batch.temperature, **more)
 
-    def _reference(self, batch: Batch) -> tuple[Head, Tensor]:
+    def _reference(self, batch: Batch) -> tuple[LMHead, Tensor]:
         assert self.kept is not None
         return self._forward.instead(self.kept, batch, _both)
 
@@ -269,13 +269,13 @@ class LanguageLearner(InProcessLearner):
         if not shared:
             return self._forward(micro, stats), None
         states = value_states(micro)
-        acted = send(action_states(micro)[states], self.lm.device)
+        acted = to_device_async(action_states(micro)[states], self.lm.device)
 
-        def read(head: Head, hidden: Tensor) -> tuple[Any, Tensor]:
+        def read(head: LMHead, hidden: Tensor) -> tuple[Any, Tensor]:
             return stats(head, hidden[acted]), self.critic.read(hidden)
 
         found, values = self._forward(micro, read, states)
-        return found, scatter_tokens(values, send(states, micro.mask.device))
+        return found, scatter_tokens(values, to_device_async(states, micro.mask.device))
 
     def values(self, batch: Batch) -> Float[Tensor, "prompt sample state"]:
         with self.critic.attention(), activation_checkpointing(self.critic.backbone, self._tight(batch)):
@@ -332,7 +332,7 @@ class LanguageLearner(InProcessLearner):
     def distributions(self, micro: Batch) -> tuple[Tensor, Tensor]:
         """At the states before actions: whole distributions, so over few tokens only."""
         with self._attention():
-            logits = self._forward(micro, Head.logits)
+            logits = self._forward(micro, LMHead.logits)
         return torch.log_softmax(logits / micro.temperature, -1), micro.loss_mask[micro.mask].unsqueeze(-1)
 
     def fit_critic(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
@@ -352,7 +352,7 @@ class LanguageLearner(InProcessLearner):
         return total
 
     def _attention(self) -> AbstractContextManager[None]:
-        return ours(self.lm.model, self.lm.shares)
+        return packed_attention_enabled(self.lm.model, self.lm.shares)
 
     # ---- the reference, and what a checkpoint holds ---------------------------------------------
 
@@ -414,12 +414,12 @@ def fetched(stepped: UpdateResult, device: torch.device) -> UpdateResult:
     return UpdateResult(metrics, sums, logp, *entropy)
 
 
-def _with_values(critic: LanguageCritic, stats: Callable[..., Any], head: Head, hidden: Tensor) -> tuple[Any, ...]:
+def _with_values(critic: LanguageCritic, stats: Callable[..., Any], head: LMHead, hidden: Tensor) -> tuple[Any, ...]:
     """What is read off the hidden states for the policy, and their values."""
     return *stats(head, hidden), critic.read(hidden)
 
 
-def _both(head: Head, hidden: Tensor) -> tuple[Head, Tensor]:
+def _both(head: LMHead, hidden: Tensor) -> tuple[LMHead, Tensor]:
     return head, hidden
 
 

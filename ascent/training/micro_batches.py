@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ascent.core.types import Rollouts
-from ascent.models.causal_lm import LanguageModel, is_mixed
+from ascent.models.causal_lm import LanguageModel, is_mixed_precision
 from ascent.models.lm_head import chunk_bytes
-from ascent.models.packed_attention import ours, segment_kernel
+from ascent.models.packed_attention import packed_attention_enabled, varlen_kernel
 from ascent.models.quantization import parameter_count
 from ascent.training.packing import hidden_states
 
@@ -72,7 +72,7 @@ def plan_micro_batches(
     free = ACTIVATION_FRACTION * max(0, lm.gpu_memory - state)
     every, again = (bytes_per_token(lm, flag) for flag in (False, True))
     own = again if checkpointing else every
-    flash = segment_kernel(lm.model.get_output_embeddings().weight.new_empty(0, head_dim_of(lm))) is not None
+    flash = varlen_kernel(lm.model.get_output_embeddings().weight.new_empty(0, head_dim_of(lm))) is not None
     repeat = repeat_bytes(lm, flash) / own if lm.shares else 0.0
     return Plan(max(1, int(free / own)), repeat, lm.shares and not flash, 0 if checkpointing else int(free / again))
 
@@ -102,7 +102,7 @@ def bytes_per_token(lm: LanguageModel, checkpointing: bool) -> int:
     """
     config = lm.config
     layers, width = config.num_hidden_layers, config.hidden_size
-    size = 4 if is_mixed(lm.model) else lm.model.dtype.itemsize  # of the residual stream
+    size = 4 if is_mixed_precision(lm.model) else lm.model.dtype.itemsize  # of the residual stream
     kept = activation_bytes_per_token(lm) if lm.device.type == "cuda" else layers * _layer_bytes(lm)
     layer = kept // layers
     return 2 * layer + size * width * layers if checkpointing else kept + layer
@@ -139,7 +139,11 @@ def _kept(lm: LanguageModel, tokens: int) -> int:
     ids = torch.arange(tokens + 1) % lm.vocab
     mask = torch.ones(1, 1, tokens, dtype=torch.bool)
     batch = Rollouts(ids[None, :1], ids[None, None, 1:], mask, torch.zeros(mask.shape), tokens, mask.any(-1))
-    with torch.enable_grad(), ours(lm.model, lm.shares), saved_tensors_hooks(keep, lambda tensor: tensor):
+    with (
+        torch.enable_grad(),
+        packed_attention_enabled(lm.model, lm.shares),
+        saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
         hidden = hidden_states(lm, batch)
     del hidden
     return sum(kept.values())

@@ -19,8 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ascent.core.types import Batch, Rollouts
 from ascent.models.causal_lm import LanguageModel
-from ascent.models.lm_head import Head
-from ascent.models.packed_attention import Group, Packed, send
+from ascent.models.lm_head import LMHead
+from ascent.models.packed_attention import PackedGroup, PackedLayout, to_device_async
 from ascent.training.captured_updates import Captured
 
 Read = TypeVar("Read")
@@ -98,7 +98,7 @@ def place(batch: Batch, device: torch.device) -> Batch:
         return batch
     own: dict[str, Any] = {f.name: getattr(batch, f.name) for f in fields(Batch)}
     tensors = {name: v for name, v in own.items() if isinstance(v, Tensor) and name not in HOST_ONLY}
-    return DeviceBatch(**own | {name: send(v, device) for name, v in tensors.items()}, host=batch)
+    return DeviceBatch(**own | {name: to_device_async(v, device) for name, v in tensors.items()}, host=batch)
 
 
 def host_batch(batch: Rollouts) -> Rollouts:
@@ -108,7 +108,7 @@ def host_batch(batch: Rollouts) -> Rollouts:
 def targets(batch: Rollouts, device: torch.device) -> Int[Tensor, "state"]:
     """The actions, in the order of the mask."""
     host = host_batch(batch)
-    return send(host.response[host.mask], device)
+    return to_device_async(host.response[host.mask], device)
 
 
 def scatter_tokens(values: Tensor, where: Bool[Tensor, "prompt sample place"]) -> Float[Tensor, "prompt sample place"]:
@@ -159,10 +159,10 @@ def packed_hidden_states(
     """From one row, [prompt, response 1, …, response G] for each group: no prompt is there twice, nothing is padded."""
     row = pack_batch(batch, states)
     hidden = None if captured is None else captured(row.ids, row.positions, row.groups)
-    places = send(row.place[states], lm.device)
+    places = to_device_async(row.place[states], lm.device)
     if hidden is None:
-        ids, positions = send(row.ids, lm.device), send(row.positions, lm.device)
-        hidden = lm.hidden(ids[None], positions[None], Packed(row.groups), backbone)
+        ids, positions = to_device_async(row.ids, lm.device), to_device_async(row.positions, lm.device)
+        hidden = lm.hidden(ids[None], positions[None], PackedLayout(row.groups), backbone)
     return rows_of(hidden[0], places)
 
 
@@ -180,7 +180,7 @@ class PackedBatch(NamedTuple):
 
     ids: Int[Tensor, "token"]
     positions: Int[Tensor, "token"]
-    groups: list[Group]
+    groups: list[PackedGroup]
     place: Int[Tensor, "prompt sample state"]
     """Behind which token of the row each state lies."""
 
@@ -205,9 +205,9 @@ def pack_batch(batch: Rollouts, states: States) -> PackedBatch:
     begin = (start + size).unsqueeze(-1) + inner.cumsum(-1) - inner
     place = torch.where(before == 0, (start + size - 1)[:, None, None], begin.unsqueeze(-1) + before - 1)
     shapes = zip(start.tolist(), size.tolist(), inner.tolist(), strict=True)
-    groups = [Group(a, n, tuple(m for m in own if m > 0)) for a, n, own in shapes]
+    groups = [PackedGroup(a, n, tuple(m for m in own if m > 0)) for a, n, own in shapes]
     if not groups:
-        ids, positions, groups = ids.new_zeros(1), positions.new_zeros(1), [Group(0, 1, ())]
+        ids, positions, groups = ids.new_zeros(1), positions.new_zeros(1), [PackedGroup(0, 1, ())]
     return PackedBatch(ids, positions, groups, place)
 
 
@@ -255,12 +255,12 @@ class ForwardModule(nn.Module):
                 names[id(parameter)].append(f"{module}.{name}" if module else name)
         return [names[id(parameter)] for parameter in self._lm[0].trained().values()]
 
-    def forward(self, batch: Rollouts, read: Callable[[Head, Tensor], Read], states: States | None = None) -> Read:
+    def forward(self, batch: Rollouts, read: Callable[[LMHead, Tensor], Read], states: States | None = None) -> Read:
         """What `read` makes of the head and the hidden states `[state width]`, in the order of the batch."""
         lm = self._lm[0]
-        return read(Head.of(lm.model), hidden_states(lm, batch, states, captured=self.captured))
+        return read(LMHead.of(lm.model), hidden_states(lm, batch, states, captured=self.captured))
 
-    def instead(self, params: Iterable[Tensor], batch: Rollouts, read: Callable[[Head, Tensor], Read]) -> Read:
+    def instead(self, params: Iterable[Tensor], batch: Rollouts, read: Callable[[LMHead, Tensor], Read]) -> Read:
         """The same with these values for the trained parameters."""
         pairs = zip(self._names, params, strict=True)
         named = {name: value for names, value in pairs for name in names}

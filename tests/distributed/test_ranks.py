@@ -31,9 +31,9 @@ from ascent.core.update import Adam
 from ascent.distributed.heartbeat import Heartbeat
 from ascent.distributed.rank_group import RankGroup
 from ascent.distributed.ranks import SINGLE_PROCESS, Ranks, assign_prompts, training_world_size
-from ascent.models.causal_lm import mix
-from ascent.models.fused_layers import Formulas, fuse, rotating
-from ascent.models.packed_attention import ours
+from ascent.models.causal_lm import set_mixed_precision
+from ascent.models.fused_layers import ElementwiseReference, fuse_layers, fused_rope
+from ascent.models.packed_attention import packed_attention_enabled
 from ascent.rollout.rank_leader import RankZeroLearner
 from ascent.runs.display.terminal import Display
 from ascent.settings import config_from, configure
@@ -332,7 +332,7 @@ def test_shards_are_in_float32_while_layers_compute_in_bfloat16(one_rank: RankGr
     """The step is that of the plain learner, which steps bfloat16 parameters through float32 copies."""
 
     def prepare(lm: Any) -> Any:
-        mix(lm.model, mixed)
+        set_mixed_precision(lm.model, mixed)
         return lm
 
     one, two, batch = both(one_rank, torch.bfloat16, prepare)
@@ -360,7 +360,7 @@ def test_the_reference_in_shards_has_the_policys_log_probs_before_the_first_step
     """They are the same parameters, so a KL penalty is 0 to the bit."""
 
     def prepare(lm: Any) -> Any:
-        mix(lm.model, mixed)
+        set_mixed_precision(lm.model, mixed)
         return lm
 
     *learners, batch = both(one_rank, torch.bfloat16, prepare)
@@ -416,19 +416,19 @@ def test_layers_in_shards_compute_with_the_kernels_of_a_whole_model(one_rank: Ra
     """Parameters are in float32 there, and layers compute in bfloat16: what that type is fused by counts."""
     lm, seen = model_of(dtype=torch.bfloat16), []
 
-    class Counted(Formulas):
+    class Counted(ElementwiseReference):
         @staticmethod
         def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> torch.Tensor:
             seen.append(x.dtype)
-            return Formulas.rotate(x, cos, sin, back)
+            return ElementwiseReference.rope(x, cos, sin, back)
 
-    assert fuse(lm.model, Formulas) == 7, "two gated MLPs and five norms"
+    assert fuse_layers(lm.model, ElementwiseReference) == 7, "two gated MLPs and five norms"
     forward, batch = fsdp.shard(lm, 1), batch_of(model_of())
     copied = forward._lm[0].backbone.layers[0].mlp
     assert copied.forward.args[0] is copied, "its own parameters, and not those of the whole model"
-    with torch.no_grad(), ours(lm.model), rotating(lm.model, Formulas):
+    with torch.no_grad(), packed_attention_enabled(lm.model), fused_rope(lm.model, ElementwiseReference):
         wanted = ForwardModule(lm)(batch, lambda _, hidden: hidden)
-    with torch.no_grad(), ours(forward.model), rotating(forward.model, Counted):
+    with torch.no_grad(), packed_attention_enabled(forward.model), fused_rope(forward.model, Counted):
         found = forward(batch, lambda _, hidden: hidden)
     assert set(seen) == {torch.bfloat16} and torch.equal(found, wanted)
 

@@ -190,7 +190,7 @@ def test_the_rounding_of_a_norm_is_that_of_its_kind() -> None:
         module: Any = kind(32, 1e-5).bfloat16()
         with torch.no_grad():
             module.weight.copy_(weight[0])
-            norm = decoder_model._norm(module)
+            norm = decoder_model._norm_params(module)
             assert norm.weight_offset == add and norm.eps == 1e-5
             assert torch.equal(decode_ops.add_rms_norm(x, None, *norm)[1], module(x))
 
@@ -674,7 +674,7 @@ def spoil_norm(lm: LanguageModel) -> None:
 )
 def test_a_model_that_differs_from_llama_has_no_decoder_on_graphs(spoil: Any, why: str) -> None:
     lm = model_of(dtype=torch.float32)
-    decoder_model.check_like(lm.model)
+    decoder_model.check_supported(lm.model)
     spoil(lm)
     assert cuda_graph_runner(lm) == (None, why)
 
@@ -682,7 +682,7 @@ def test_a_model_that_differs_from_llama_has_no_decoder_on_graphs(spoil: Any, wh
 def test_a_part_without_parameters_is_no_difference() -> None:
     lm = model_of(dtype=torch.float32)
     lm.model.model.layers[1].extra = torch.nn.Identity()
-    decoder_model.check_like(lm.model)
+    decoder_model.check_supported(lm.model)
 
 
 def test_a_model_with_more_end_tokens_than_a_board_holds_decodes_without_graphs(

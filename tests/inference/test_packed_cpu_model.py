@@ -20,7 +20,7 @@ from ascent.inference.runners.packed_cpu_model import (
 )
 from ascent.inference.runners.paged import PagedRunner
 from ascent.models import LanguageModel
-from ascent.models.causal_lm import mix
+from ascent.models.causal_lm import set_mixed_precision
 from ascent.models.decoder_model import DecoderModel
 from ascent.ops import cpu_kernels
 from tests.inference.test_cuda_graph_runner import drawn_by, same
@@ -30,7 +30,7 @@ from tests.models.test_quantization import packed_model
 
 NEEDS_ONEDNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 NEEDS_KERNELS = pytest.mark.skipif(
-    not cpu_kernels.possible(), reason="needs GCC, and Linux on 64-bit Arm or x86 with AVX2"
+    not cpu_kernels.can_compile(), reason="needs GCC, and Linux on 64-bit Arm or x86 with AVX2"
 )
 WAYS = [
     "transposed",
@@ -73,7 +73,7 @@ def test_a_copy_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> No
     product = only(lm).matmuls[0]
     with monkeypatch.context() as context:
         context.setattr(module, "_copied", fail)
-        context.setattr(cpu_kernels.Panels, "pack", fail)
+        context.setattr(cpu_kernels.PackedWeight, "pack", fail)
         with pytest.raises(MemoryError):
             product.renew(5)
     with torch.no_grad():
@@ -89,7 +89,7 @@ def fail(*given: Any) -> Any:
 
 
 def way_of(product: PackedMatmul) -> str:
-    if isinstance(product.copy, cpu_kernels.Panels):
+    if isinstance(product.copy, cpu_kernels.PackedWeight):
         return "panels"
     return "packed" if product.copy.is_mkldnn else "transposed"
 
@@ -99,7 +99,7 @@ def way_of(product: PackedMatmul) -> str:
 def test_every_form_of_copies(way: str, biased: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "packs", lambda _: way == "packed")
     if way != "panels":
-        monkeypatch.setattr(cpu_kernels, "library", lambda: None)
+        monkeypatch.setattr(cpu_kernels, "load_library", lambda: None)
     lm = model_of(dtype=torch.float32, attention_bias=biased, mlp_bias=biased, tie_word_embeddings=not biased)
     with torch.no_grad():
         for name, p in lm.model.named_parameters():
@@ -115,7 +115,7 @@ def test_every_form_of_copies(way: str, biased: bool, rows: int, monkeypatch: py
 def test_on_arm_large_matrices_are_for_onednn_and_the_rest_for_kernels(
     machine: str, ways: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cpu_kernels.library() is not None  # compiled for the machine that this is
+    assert cpu_kernels.load_library() is not None  # compiled for the machine that this is
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(module, "LARGE", {machine: 2000})
     lm = model_of(dtype=torch.float32, head_dim=16)
@@ -128,7 +128,7 @@ def test_on_arm_large_matrices_are_for_onednn_and_the_rest_for_kernels(
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "mixed"])
 def test_half_precision_rounds_where_the_model_does(name: str) -> None:
     lm = model_of(dtype=torch.float16 if name == "float16" else torch.bfloat16)
-    mix(lm.model, name == "mixed")
+    set_mixed_precision(lm.model, name == "mixed")
     assert gap(only(lm)) < 1e-3
 
 

@@ -405,9 +405,9 @@ def test_a_row_extended_piece_by_piece_has_the_hidden_states_of_one_forward_pass
     ids = torch.randint(lm.vocab, (29,), generator=torch.Generator().manual_seed(0)).tolist()
     want = lm.backbone(torch.tensor([ids])).last_hidden_state[0]
     cache = PagedKVCache(12, 4)
-    from ascent.models.packed_attention import ours
+    from ascent.models.packed_attention import packed_attention_enabled
 
-    with ours(lm.model):
+    with packed_attention_enabled(lm.model):
         extend(lm, cache, [ids[:9], ids[:5]], [PrefillSegment([11, 2, 7], 9), PrefillSegment([4, 5], 5)])
         own, start = [0, 9, 3, 10, 1], 0
         for count in (1, 6, 13):
@@ -420,7 +420,7 @@ def test_a_row_extended_piece_by_piece_has_the_hidden_states_of_one_forward_pass
 @torch.no_grad()
 def test_rows_of_the_same_lengths_are_extended_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three prompts, two of them as long as each other; then as many tokens behind each. Against one pass for each."""
-    from ascent.models.packed_attention import ours
+    from ascent.models.packed_attention import packed_attention_enabled
 
     lm, cache, calls, plain = model_of(), PagedKVCache(12, 4), [], F.scaled_dot_product_attention
     monkeypatch.setattr(
@@ -431,7 +431,7 @@ def test_rows_of_the_same_lengths_are_extended_in_one_call(monkeypatch: pytest.M
         [PrefillSegment([0, 1], 5), PrefillSegment([5, 4], 5), PrefillSegment([7, 6], 7)],
         [[2, 8], [3, 9], [10, 11]],
     )
-    with ours(lm.model):
+    with packed_attention_enabled(lm.model):
         extend(lm, cache, [row[: one.count].tolist() for row, one in zip(ids, prompts, strict=True)], prompts)
         layers = len(calls) // 2
         assert calls == [2, 1] * layers

@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from ascent.core.errors import ConfigError
-from ascent.models.causal_lm import GIVEN, CausalLM, LanguageModel, give_again, lora_settings, name_model
+from ascent.models.causal_lm import (
+    PYTHON_MODELS,
+    CausalLM,
+    LanguageModel,
+    lora_settings,
+    register_model,
+    restore_python_model,
+)
 from tests.language import model_of, tiny_tokenizer, write_tiny
 
 NEGATIVE = "--policy.lora, .rows, .last-layers and .gpu-memory must be 0 or more"
@@ -149,7 +156,7 @@ def test_a_model_without_an_end_token_is_refused() -> None:
 def test_what_is_not_a_language_model_is_refused(model: Any) -> None:
     message = f"model is {type(model).__name__}: give a name on the hub, a folder, or a causal language model of "
     with pytest.raises(ConfigError) as refusal:
-        name_model(model, tiny_tokenizer())
+        register_model(model, tiny_tokenizer())
     assert str(refusal.value) == message + "transformers, with tokenizer="
 
 
@@ -159,13 +166,13 @@ def test_a_run_is_resumed_in_its_own_precision(tiny_folder: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
     policy = CausalLM(str(tiny_folder), device="cpu", dtype="bfloat16")
     with pytest.raises(ConfigError) as refusal:
-        give_again(policy, model, tiny_tokenizer())
+        restore_python_model(policy, model, tiny_tokenizer())
     message = "model is in torch.float32, and this run in bfloat16: model.to(torch.bfloat16)"
     assert str(refusal.value) == message
-    name = next(name for name, (given, _) in GIVEN.items() if given is model)
+    name = next(name for name, (given, _) in PYTHON_MODELS.items() if given is model)
     for dtype in ("auto", "float32"):
-        assert give_again(replace(policy, dtype=dtype), model, tiny_tokenizer()).model == name  # type: ignore[arg-type]
-    del GIVEN[name]
+        assert restore_python_model(replace(policy, dtype=dtype), model, tiny_tokenizer()).model == name  # type: ignore[arg-type]
+    del PYTHON_MODELS[name]
 
 
 def test_adapters_of_another_kind_are_refused() -> None:

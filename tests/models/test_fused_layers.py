@@ -18,8 +18,8 @@ from ascent.build.model_verification import prove
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.errors import ConfigError
 from ascent.models import LanguageModel
-from ascent.models.causal_lm import mix
-from ascent.models.fused_layers import Formulas, fuse
+from ascent.models.causal_lm import set_mixed_precision
+from ascent.models.fused_layers import ElementwiseReference, fuse_layers
 from tests.language import SHAPE, Tokens, model_of
 from tests.models.test_architectures import batch_of, learner_of, own_log_probs
 
@@ -50,7 +50,7 @@ def test_only_an_mlp_that_does_not_clamp_is_fused(dtype: torch.dtype) -> None:
             mlp = GatedMLP(32, 48, std, limit).to(dtype)
             x = (torch.randn(8, 32, generator=torch.Generator().manual_seed(1)) * 64 / std / 32).to(dtype)
             with torch.no_grad():
-                own, fused = mlp(x), fuse(mlp, Formulas)
+                own, fused = mlp(x), fuse_layers(mlp, ElementwiseReference)
                 apart = float((mlp(x) - own).float().norm() / own.float().norm())
             assert fused == (limit is None) and apart < 0.02, f"std {std}, limit {limit}"
 
@@ -74,7 +74,7 @@ def test_the_clamps_of_transformers_own_mlps_are_kept(module: str, name: str, ar
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)) * 8
     with torch.no_grad():
         own = mlp(x)
-        fuse(mlp)
+        fuse_layers(mlp)
         assert torch.allclose(mlp(x), own, rtol=1e-4, atol=1e-4)
 
 
@@ -133,7 +133,7 @@ def test_a_wrong_scale_is_found_in_half_precision(dtype: str, factor: float, mon
     whole = model_verification.hidden_states
     for wrong in (False, True):
         lm = model_of(dtype=torch.bfloat16 if dtype == "mixed" else getattr(torch, dtype))
-        mix(lm.model, dtype == "mixed")
+        set_mixed_precision(lm.model, dtype == "mixed")
         kept = {name: (p.data_ptr(), p.dtype) for name, p in lm.model.named_parameters()}
         by = factor if wrong else 1.0
         monkeypatch.setattr(model_verification, "hidden_states", lambda *args, by=by, **more: whole(*args, **more) * by)

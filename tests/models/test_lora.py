@@ -16,8 +16,8 @@ from ascent.inference.runners.paged import PagedRunner
 from ascent.models import LanguageModel
 from ascent.models.causal_lm import CausalLM
 from ascent.models.decoder_model import DecoderModel
-from ascent.models.fused_layers import fuse
-from ascent.models.lora import Adapter, Copies, _Adapted, beside, fuse_adapter, shaken, taken_apart
+from ascent.models.fused_layers import fuse_layers
+from ascent.models.lora import LoraAdapter, AdapterCopies, _Adapted, merge_linears, fuse_lora, randomized_adapters, unwrap_lora
 from ascent.ops import decode_ops
 from ascent.training.language_learner import LanguageLearner, load_params
 from tests.inference.test_cuda_graph_runner import DEVICE, decoder_of, drawn_by, needs_triton, same
@@ -108,7 +108,7 @@ def test_adapters_that_have_not_moved_are_compared_too(monkeypatch: pytest.Monke
         for name, p in lm.trained().items():
             p.mul_(0.0 if "lora_B" in name else 1.0)
     before = {name: p.clone() for name, p in lm.trained().items()}
-    monkeypatch.setattr(Copies, "make", lambda _: None)
+    monkeypatch.setattr(AdapterCopies, "make", lambda _: None)
     assert "compute something" in str(cuda_graph_runner(lm)[1])
     assert all(torch.equal(p, before[name]) for name, p in lm.trained().items())
 
@@ -143,11 +143,11 @@ def test_an_adapter_is_rounded_after_it_is_scaled_and_nobody_elses_rows_are_touc
         module.weight.data = part.view(-1, 4)
     before, behind = torch.cat([m.weight.detach() for m in modules]), block.clone()
     modules[1] = adapter_beside(modules[1], torch.randn(2, 4), torch.randn(5, 2), 1 / 3)
-    copies = Copies()
-    found = beside(modules, copies)
-    copies.make()
+    copies = AdapterCopies()
+    found = merge_linears(modules, copies)
+    copies.refresh()
     assert torch.equal(block, behind) and torch.equal(found.weight[:8], before)
-    _, adapter = taken_apart(modules[1])
+    _, adapter = unwrap_lora(modules[1])
     assert adapter is not None and found.b is not None
     assert torch.equal(found.b[3:, :2], adapter.b * (1 / 3)) and not found.b[:3].any() and not found.b[:, 2:].any()
     assert found.weight.shape[0] % 64 == 0 and not found.weight[10:].any()
@@ -165,12 +165,12 @@ def adapter_beside(linear: nn.Linear, a: Tensor, b: Tensor, scale: float) -> Any
 
 def test_what_is_no_plain_adapter_is_left_to_peft() -> None:
     module = adapter_beside(nn.Linear(4, 3), torch.randn(2, 4), torch.randn(3, 2), 0.5)
-    assert isinstance(taken_apart(module)[1], Adapter)
+    assert isinstance(unwrap_lora(module)[1], LoraAdapter)
     module.merge()
-    assert taken_apart(module) == (module, None)
+    assert unwrap_lora(module) == (module, None)
     module.unmerge()
     module.enable_adapters(False)
-    assert taken_apart(module) == (module, None) and not fuse_adapter(module)
+    assert unwrap_lora(module) == (module, None) and not fuse_lora(module)
 
 
 def test_the_slow_path_is_named_with_what_it_costs() -> None:
@@ -202,7 +202,7 @@ def test_half_precision_adapters_are_pefts_to_rounding_and_keep_float32_gradient
     ids = torch.tensor([[5, 6, 7, 8]])
     want = lm.model(ids).logits.detach().float()
     assert {p.dtype for p in lm.trained().values()} == {torch.float32}
-    assert fuse(lm.model) >= 2 * len(SOME)
+    assert fuse_layers(lm.model) >= 2 * len(SOME)
     got = lm.model(ids).logits.float()
     assert 0 < float((got.detach() - want).abs().max()) < 0.05 * float(want.abs().max())
     got.square().mean().backward()
@@ -218,10 +218,10 @@ def test_sampler_and_learner_round_adapters_in_the_same_places() -> None:
     module = adapter_beside(
         nn.Linear(16, 24).bfloat16().requires_grad_(False), torch.randn(3, 16), torch.randn(24, 3), 1 / 3
     )
-    copies = Copies()
-    product = beside([module], copies)
-    copies.make()
-    assert fuse_adapter(module)
+    copies = AdapterCopies()
+    product = merge_linears([module], copies)
+    copies.refresh()
+    assert fuse_lora(module)
     assert torch.equal(product(x, decode_ops), module(x))
 
 
@@ -250,7 +250,7 @@ def still_model(kind: str) -> LanguageModel:
 
 def test_shaken_adapters_come_to_rest() -> None:
     lm = still_model("Llama")
-    with shaken(lm.model):
+    with randomized_adapters(lm.model):
         assert all(bool(p.any()) for p in lm.trained().values())
     assert not any(bool(p.any()) for name, p in lm.trained().items() if "lora_B" in name)
 
@@ -273,5 +273,5 @@ def test_an_adapter_is_fused_only_beside_a_frozen_matrix(trained: bool) -> None:
     lm = adapted_model("Llama", ["q_proj"], dtype=torch.bfloat16)
     module = lm.model.model.layers[0].self_attn.q_proj
     module.base_layer.weight.requires_grad_(trained)
-    assert fuse_adapter(module) is not trained
+    assert fuse_lora(module) is not trained
     assert ("forward" in vars(module)) is not trained

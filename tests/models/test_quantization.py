@@ -22,16 +22,16 @@ from ascent.inference.runners.paged import PagedRunner
 from ascent.models import LanguageModel
 from ascent.models.causal_lm import CausalLM
 from ascent.models.decoder_model import DecoderModel
-from ascent.models.lora import Copies, beside, fuse_adapter
+from ascent.models.lora import AdapterCopies, fuse_lora, merge_linears
 from ascent.models.quantization import (
-    LEVELS,
-    FourBit,
+    NF4_LEVELS,
+    Linear4bit,
     dequantize,
-    packed_count,
+    dequantize_linears,
     parameter_count,
     quantize,
-    quantize_matrices,
-    widen_matrices,
+    quantize_linears,
+    quantized_parameter_count,
 )
 from ascent.ops import decode_ops
 from ascent.settings import configure
@@ -54,7 +54,7 @@ def packed_model(kind: str = "Llama", targets: Any = "all-linear", dtype: torch.
 
     lm = model_of(kind, dtype=dtype, **WIDE)
     lm.model.requires_grad_(False)
-    quantize_matrices(lm.model, lm.backbone, torch.device("cpu"), dtype)
+    quantize_linears(lm.model, lm.backbone, torch.device("cpu"), dtype)
     torch.manual_seed(0)
     get_peft_model(lm.model, LoraConfig(r=3, lora_alpha=7, target_modules=targets))
     move(lm)
@@ -64,7 +64,7 @@ def packed_model(kind: str = "Llama", targets: Any = "all-linear", dtype: torch.
 def widened(lm: LanguageModel) -> LanguageModel:
     """The same model with ordinary matrices."""
     model = copy.deepcopy(lm.model)
-    widen_matrices(model)
+    dequantize_linears(model)
     return LanguageModel(model, lm.tokenizer)
 
 
@@ -108,7 +108,7 @@ def test_each_number_is_its_nearest_level() -> None:
     weight = weights(torch.float32)
     packed, scale = quantize(weight)
     found = dequantize(packed, scale, torch.float64)
-    levels = torch.tensor(LEVELS).double() * scale.double().repeat_interleave(64, -1)[..., None]
+    levels = torch.tensor(NF4_LEVELS).double() * scale.double().repeat_interleave(64, -1)[..., None]
     best = (levels - weight.double()[..., None]).abs().amin(-1)
     assert ((found - weight.double()).abs() - best).abs().max() < 1e-6
     assert packed.dtype == torch.uint8 and packed.shape == (9, 96) and scale.shape == (9, 3)
@@ -116,7 +116,7 @@ def test_each_number_is_its_nearest_level() -> None:
 
 def test_on_the_way_back_the_matrix_is_the_same() -> None:
     torch.manual_seed(0)
-    matrix = FourBit(nn.Linear(64, 5), torch.device("cpu"), torch.float64)
+    matrix = Linear4bit(nn.Linear(64, 5), torch.device("cpu"), torch.float64)
     x = torch.randn(3, 64, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(matrix, x) and torch.autograd.gradgradcheck(matrix, x)
     assert matrix(x).grad_fn.saved_tensors == (), "nothing is kept"  # type: ignore[union-attr]
@@ -165,15 +165,15 @@ def test_in_half_precision_sampler_and_learner_round_in_the_same_places() -> Non
     torch.manual_seed(0)
     plain = nn.Linear(64, 24).bfloat16().requires_grad_(False)
     a, b = torch.randn(3, 64), torch.randn(24, 3)
-    packed = adapter_beside(FourBit(plain, torch.device("cpu"), torch.bfloat16), a, b, 1 / 3)
+    packed = adapter_beside(Linear4bit(plain, torch.device("cpu"), torch.bfloat16), a, b, 1 / 3)
     ordinary = nn.Linear(64, 24).bfloat16().requires_grad_(False)
     ordinary.weight.data, ordinary.bias = packed.base_layer.weight, plain.bias
     wide = adapter_beside(ordinary, a.clone(), b.clone(), 1 / 3)
     x = torch.randn(9, 64).bfloat16()
-    copies = Copies()
-    product = beside([packed], copies)
+    copies = AdapterCopies()
+    product = merge_linears([packed], copies)
     copies.make()
-    assert fuse_adapter(packed) and fuse_adapter(wide)
+    assert fuse_lora(packed) and fuse_lora(wide)
     assert torch.equal(product(x, decode_ops), packed(x)) and torch.equal(packed(x), wide(x))
     grads = []
     for module in (packed, wide):
@@ -187,13 +187,13 @@ def test_parameters_are_counted_as_if_none_were_packed() -> None:
     plain, lm = model_of("Qwen2", **WIDE), packed_model("Qwen2")
     adapters = sum(p.numel() for p in lm.trained().values())
     assert parameter_count(lm.model) - adapters == parameter_count(plain.model)
-    assert packed_count(lm.model) == shape_of(plain.model).quantizable > 0 == packed_count(plain.model)
+    assert quantized_parameter_count(lm.model) == shape_of(plain.model).quantizable > 0 == quantized_parameter_count(plain.model)
     work = ([4], [[3, 2]])
     less = update_operations(plain, *work)[0]
     assert update_operations(lm, *work)[0] == less + 6 * adapters * 9
     bits, sixteen = (GpuCostModel(shape_of(plain.model), GPUS["h200"], bits=bits) for bits in (4, 0))
     held = [p.numel() * (p.element_size() if p.dtype == torch.uint8 else 2) for p in lm.model.parameters()]
-    scales = sum(m.scale.numel() for m in lm.model.modules() if isinstance(m, FourBit))
+    scales = sum(m.scale.numel() for m in lm.model.modules() if isinstance(m, Linear4bit))
     assert bits.parameter_bytes == sum(held) + 2 * scales - 2 * adapters < sixteen.parameter_bytes
     assert bits.decode_seconds(8, 0) > sixteen.decode_seconds(8, 0)
 
@@ -205,14 +205,14 @@ def test_the_base_is_the_same_in_every_precision_and_what_is_saved_is_what_was_t
     wide_folder: Path, tmp_path: Path
 ) -> None:
     lms = [CausalLM(str(wide_folder), dtype=d, device="cpu", lora=2, bits=4).load() for d in ("float32", "bfloat16")]
-    one, two = ([m for m in lm.model.modules() if isinstance(m, FourBit)] for lm in lms)
+    one, two = ([m for m in lm.model.modules() if isinstance(m, Linear4bit)] for lm in lms)
     assert len(one) == 14 and all(torch.equal(a.packed, b.packed) for a, b in zip(one, two, strict=True))
     lm, ids = lms[0], torch.tensor([[1, 2, 3, 4]])
     move(lm)
     lm.save(tmp_path / "merged")
     saved = CausalLM(str(tmp_path / "merged"), device="cpu").load()
     assert (saved.model(ids).logits - lm.model(ids).logits).abs().max() < 1e-4
-    assert all(isinstance(m, FourBit) for m in one), "the model itself stays as it is"
+    assert all(isinstance(m, Linear4bit) for m in one), "the model itself stays as it is"
     plain = CausalLM(str(wide_folder), device="cpu", lora=2).load()
     assert (plain.model(ids).logits - lm.model(ids).logits).abs().max() > 1e-2
 
@@ -266,7 +266,7 @@ def test_models_that_cannot_be_packed_are_refused(tiny_folder: Path, wide_folder
     def load(folder: Path) -> LanguageModel:
         return CausalLM(str(folder), device="cpu", lora=2, bits=4).load()
 
-    with pytest.raises(ConfigError, match="no linear layer whose input is a multiple of 64"):
+    with pytest.raises(ConfigError, match="no linear layer whose in_features is a multiple of 64"):
         load(tiny_folder)
     broken = shutil.copytree(wide_folder, tmp_path / "broken")
     state = load_file(broken / "model.safetensors")
@@ -295,7 +295,7 @@ def test_bitsandbytes_makes_the_same_numbers_on_a_gpu(dtype: torch.dtype) -> Non
     here, there = quantize(weight), quantize(weight.cuda())
     assert all(torch.equal(one, two.cpu()) for one, two in zip(here, there, strict=True))
     assert torch.equal(dequantize(*here, dtype), dequantize(*there, dtype).cpu())
-    matrix = FourBit(nn.Linear(192, 9, dtype=dtype), torch.device("cuda"), dtype)
+    matrix = Linear4bit(nn.Linear(192, 9, dtype=dtype), torch.device("cuda"), dtype)
     for rows in (1, 5, 300):
         x = torch.randn(rows, 192, device="cuda", dtype=dtype)
         want = x.double() @ matrix.weight.double().t() + matrix.bias.double()  # type: ignore[union-attr]

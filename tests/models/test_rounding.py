@@ -15,10 +15,10 @@ from ascent.build.model_verification import prove
 from ascent.core.types import Prompts
 from ascent.inference.runners.cuda_graph import CudaGraphRunner, cuda_graph_runner
 from ascent.models import CausalLM, LanguageModel
-from ascent.models.causal_lm import is_mixed, mix
-from ascent.models.fused_layers import Formulas, fuse
-from ascent.models.lm_head import Head
-from ascent.models.packed_attention import AttendSegments, Efficient, Group, Spans, ours
+from ascent.models.causal_lm import is_mixed_precision, set_mixed_precision
+from ascent.models.fused_layers import ElementwiseReference, fuse_layers
+from ascent.models.lm_head import LMHead
+from ascent.models.packed_attention import VarlenAttention, EfficientVarlen, PackedGroup, VarlenSegments, packed_attention_enabled
 from ascent.training.language_learner import LanguageCritic
 from ascent.training.packing import hidden_states
 from benchmarks import rounding_gpu
@@ -36,14 +36,14 @@ def rounded(name: str, kind: str = "Llama", **more: Any) -> LanguageModel:
     lm = model_of(kind, dtype=torch.float32, **more)
     for p in lm.model.parameters():
         p.data = p.data.bfloat16().to(HALF.get(name, torch.float32))
-    mix(lm.model, name == "mixed")
+    set_mixed_precision(lm.model, name == "mixed")
     return lm
 
 
 @torch.no_grad()
 def log_probs(lm: LanguageModel, batch: Any) -> Tensor:
-    with ours(lm.model, lm.shares):
-        return torch.log_softmax(Head.of(lm.model).logits(hidden_states(lm, batch)), -1)
+    with packed_attention_enabled(lm.model, lm.shares):
+        return torch.log_softmax(LMHead.of(lm.model).logits(hidden_states(lm, batch)), -1)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "Olmo2"])
@@ -96,7 +96,7 @@ def test_words_are_drawn_from_float32_logits(monkeypatch: pytest.MonkeyPatch) ->
 def test_fused_parts_of_a_mixed_model_compute_the_same() -> None:
     plain, fused = rounded("mixed"), rounded("mixed")
     batch = batch_of(rounded("float32"))
-    assert fuse(fused.model, Formulas) == 5 + 2
+    assert fuse_layers(fused.model, ElementwiseReference) == 5 + 2
     assert (log_probs(plain, batch) - log_probs(fused, batch)).abs().mean() < 0.01
     x = torch.randn(3, 32)
     assert fused.backbone.norm(x).dtype == torch.bfloat16
@@ -108,18 +108,18 @@ def test_a_mixed_model_can_be_copied_and_be_plain_again() -> None:
     assert own.forward.args[0] is own, "a copy computes with its own parameters"
     words, again = own.get_input_embeddings(), copy.deepcopy(lm.model)
     assert words(torch.zeros(1, dtype=torch.long)).dtype == torch.float32
-    mix(again), mix(again)
-    mix(again, False)
-    assert is_mixed(lm.model) and not is_mixed(again)
+    set_mixed_precision(again), set_mixed_precision(again)
+    set_mixed_precision(again, False)
+    assert is_mixed_precision(lm.model) and not is_mixed_precision(again)
     assert again.get_input_embeddings()(torch.zeros(1, dtype=torch.long)).dtype == torch.bfloat16
 
 
 def test_mixed_is_chosen_by_a_setting(tiny_folder: Path) -> None:
     lm = CausalLM(model=str(tiny_folder), dtype="mixed", device="cpu", lora=2).load(exact=True)
-    assert is_mixed(lm.model) and lm.model.dtype == torch.bfloat16
+    assert is_mixed_precision(lm.model) and lm.model.dtype == torch.bfloat16
     assert prove(lm) is None
     assert cuda_graph_runner(lm)[0] is not None
-    assert not is_mixed(CausalLM(model=str(tiny_folder), dtype="bfloat16", device="cpu").load().model)
+    assert not is_mixed_precision(CausalLM(model=str(tiny_folder), dtype="bfloat16", device="cpu").load().model)
 
 
 def test_a_mixed_model_is_captured_too() -> None:
@@ -147,7 +147,7 @@ class Whole:
         q: Tensor, k: Tensor, v: Tensor, _b: None, queries: Tensor, keys: Tensor, *_: Any, scale: float
     ) -> Any:
         assert q.shape[2] == k.shape[2] == v.shape[2]
-        spans = Spans(queries, keys, 0, 0, *[queries[:0]] * 3)
+        spans = VarlenSegments(queries, keys, 0, 0, *[queries[:0]] * 3)
         return FlashFormulas.forward(q[0], k[0], v[0], spans, scale)[0][None], q, q, q, 0, 0
 
     @staticmethod
@@ -155,19 +155,19 @@ class Whole:
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _b: None, _o: Tensor, queries: Tensor, keys: Tensor, *_: Any,
         scale: float, **_more: Any,
     ) -> Any:  # fmt: skip
-        spans = Spans(queries, keys, 0, 0, *[queries[:0]] * 3)
+        spans = VarlenSegments(queries, keys, 0, 0, *[queries[:0]] * 3)
         found = FlashFormulas.backward(grad[0], q[0], k[0], v[0], None, None, spans, scale)
         return *(x[None] for x in found), None
 
 
 def test_keys_that_heads_share_get_the_gradients_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Efficient, "aten", Whole)
+    monkeypatch.setattr(EfficientVarlen, "aten", Whole)
     torch.manual_seed(0)
-    spans = Spans.of([Group(0, 3, (2, 1)), Group(6, 2, ())], torch.device("cpu"))
+    spans = VarlenSegments.of([PackedGroup(0, 3, (2, 1)), PackedGroup(6, 2, ())], torch.device("cpu"))
     q, k, v = (torch.randn(8, heads, 4, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2))
     found = []
-    for ops in (FlashFormulas, Efficient):
-        out = AttendSegments.apply(q, k, v, spans, 0.3, ops)
+    for ops in (FlashFormulas, EfficientVarlen):
+        out = VarlenAttention.apply(q, k, v, spans, 0.3, ops)
         found.append([out, *torch.autograd.grad(torch.sin(out).sum(), (q, k, v))])
     for a, b in zip(*found, strict=True):
         assert (a - b).abs().max() < 1e-12

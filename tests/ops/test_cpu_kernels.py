@@ -22,8 +22,8 @@ from ascent.core.types import Prompts
 from ascent.inference.engine import LocalEngine
 from ascent.inference.runners.packed_cpu_model import RowwiseDecodeLayout
 from ascent.inference.runners.paged import PagedRunner
-from ascent.models.fused_layers import Formulas, fuse, rotating
-from ascent.models.lm_head import Head, token_stats
+from ascent.models.fused_layers import ElementwiseReference, fuse_layers, fused_rope
+from ascent.models.lm_head import LMHead, token_stats
 from ascent.ops import cpu_kernels
 from ascent.ops.token_sampling import sample_tokens
 from tests.inference.test_cuda_graph_runner import same
@@ -31,7 +31,7 @@ from tests.language import batch_of, gradient_of, model_of, prompts_of, sampler_
 from tests.training.test_language_learner import credited, learner_of
 
 pytestmark = pytest.mark.skipif(
-    not cpu_kernels.possible(), reason="needs GCC, and Linux on 64-bit Arm or x86 with AVX2"
+    not cpu_kernels.can_compile(), reason="needs GCC, and Linux on 64-bit Arm or x86 with AVX2"
 )
 
 WIDTHS = {"8 numbers": "-march=haswell", "4 numbers": "-march=x86-64"} if platform.machine() == "x86_64" else {}
@@ -40,10 +40,10 @@ WIDTHS = {"8 numbers": "-march=haswell", "4 numbers": "-march=x86-64"} if platfo
 
 @pytest.fixture(params=["as here", *WIDTHS])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    flags = tuple(WIDTHS.get(request.param, flag) if flag.startswith("-march") else flag for flag in cpu_kernels.FLAGS)
-    found = cpu_kernels._loaded(flags)
+    flags = tuple(WIDTHS.get(request.param, flag) if flag.startswith("-march") else flag for flag in cpu_kernels.COMPILER_FLAGS)
+    found = cpu_kernels._load(flags)
     assert found is not None
-    monkeypatch.setattr(cpu_kernels, "library", lambda: found)
+    monkeypatch.setattr(cpu_kernels, "load_library", lambda: found)
     return found
 
 
@@ -71,7 +71,7 @@ def close(got: Tensor, want: Tensor, tolerance: float = 3e-6) -> None:
 def test_products(kernels: ctypes.CDLL, rows: int, outs: tuple[int, ...], depth: int) -> None:
     weights = [randn(out, depth, seed=i) / depth**0.5 for i, out in enumerate(outs)]
     x, bias = randn(rows, depth, seed=7), randn(sum(outs), seed=8)
-    panels, want = cpu_kernels.Panels(weights), x.double() @ torch.cat(weights).double().t()
+    panels, want = cpu_kernels.PackedWeight(weights), x.double() @ torch.cat(weights).double().t()
     close(panels(x, None), want)
     close(panels(x, bias), want + bias.double())
     weights = [2 * weight for weight in weights]
@@ -85,7 +85,7 @@ def test_products(kernels: ctypes.CDLL, rows: int, outs: tuple[int, ...], depth:
 def test_gate_and_up(kernels: ctypes.CDLL, rows: int, out: int, biased: bool, joined: bool, gelu: bool) -> None:
     gate, up, x = randn(out, 40, seed=1), randn(out, 40, seed=2), randn(rows, 40, seed=3)
     bias = randn(2 * out, seed=4) if biased else None
-    panels = cpu_kernels.Panels([torch.cat([gate, up])] if joined else [gate, up], gated=True)
+    panels = cpu_kernels.PackedWeight([torch.cat([gate, up])] if joined else [gate, up], gated=True)
     both = F.linear(x.double(), torch.cat([gate, up]).double(), None if bias is None else bias.double())
     g, u = both.chunk(2, -1)
     close(panels(x, bias, gelu), (F.gelu(g, approximate="tanh") if gelu else F.silu(g)) * u)
@@ -95,14 +95,14 @@ def test_gates_far_from_0(kernels: ctypes.CDLL) -> None:
     """e^x neither overflows nor leaves a gate open, and what is not a number stays none."""
     numbers = torch.tensor([-1e30, -200.0, -88.5, -87.5, 0.0, 87.5, 89.0, 1e30, float("inf")])
     x = torch.cat([numbers, torch.tensor(NANS, dtype=torch.int32).view(torch.float32)])[:, None]
-    got = cpu_kernels.Panels([torch.ones(1, 1), torch.ones(1, 1)], gated=True)(x, torch.tensor([0.0, 1.0]))
+    got = cpu_kernels.PackedWeight([torch.ones(1, 1), torch.ones(1, 1)], gated=True)(x, torch.tensor([0.0, 1.0]))
     want = F.silu(x.double()) * (x.double() + 1)
     assert torch.allclose(got.double(), want.float().double(), rtol=1e-6, atol=1e-30, equal_nan=True)
 
 
 def test_a_row_has_the_same_bits_alone_and_beside_others_with_any_threads(kernels: ctypes.CDLL) -> None:
     weights, x, before = [randn(3 * 48 + 5, 700)], randn(150, 700, seed=1), torch.get_num_threads()
-    panels = cpu_kernels.Panels(weights)
+    panels = cpu_kernels.PackedWeight(weights)
     try:
         found = []
         for threads in (1, 2, 3):
@@ -124,7 +124,7 @@ def test_norms(kernels: ctypes.CDLL, width: int, add: float) -> None:
         total = x.double() + (0 if other is None else y.double())
         want = (add + weight.double()) * total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt()
         into = x.clone()
-        sums, normed = cpu_kernels.norm_rows(into, other, weight, 1e-5, add)
+        sums, normed = cpu_kernels.add_rms_norm(into, other, weight, 1e-5, add)
         assert sums is into
         close(sums, total)
         close(normed, want)
@@ -161,7 +161,7 @@ def test_attention(kernels: ctypes.CDLL, channel: int, heads: int, queries: int,
             values[mine[place // size], :, place % size] = v[i][t]
     qkv, cos, sin = randn(rows, heads * (queries + 2) * channel, seed=99), randn(rows, channel), randn(rows, channel)
     about = tuple(torch.tensor(numbers) for numbers in (before, known, length))
-    got = cpu_kernels.attend_rows(qkv, (cos, sin), 0.2, (keys, values), table, about)
+    got = cpu_kernels.paged_attention(qkv, (cos, sin), 0.2, (keys, values), table, about)
     q, new_k, new_v = qkv.double().view(rows, -1, channel).split([heads * queries, heads, heads], 1)
     q, new_k = (rotated(x, cos.double()[:, None], sin.double()[:, None]) for x in (q, new_k))
     for i in range(rows):
@@ -185,7 +185,7 @@ def test_what_is_not_a_number_stays_in_its_row_whatever_its_bits(kernels: ctypes
     else:
         qkv[1, {"query": 4, "key": 20, "value": 36}[where]] = nan
     turn, one = (torch.ones(3, 16), torch.zeros(3, 16)), torch.ones(3, dtype=torch.long)
-    got = cpu_kernels.attend_rows(qkv, turn, 1.0, (keys, values), torch.arange(3)[:, None], (0 * one, 0 * one, 3 * one))
+    got = cpu_kernels.paged_attention(qkv, turn, 1.0, (keys, values), torch.arange(3)[:, None], (0 * one, 0 * one, 3 * one))
     assert got.isnan().any(-1).tolist() == [False, True, False]
 
 
@@ -198,7 +198,7 @@ def test_draws(kernels: ctypes.CDLL, words: int, temperature: float) -> None:
     z, u = 3 * randn(40, words), torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     z[:, ::3] = float("-inf") if words > 1 else 0.0
     u[:2] = torch.tensor([0.0, 1 - 2.0**-53])
-    word, logp = cpu_kernels.draw_rows(z, temperature, u)
+    word, logp = cpu_kernels.sample_rows(z, temperature, u)
     p = torch.softmax(z.double() / temperature, -1)
     upper = p.cumsum(-1).gather(-1, word[:, None])[:, 0]
     own = p.gather(-1, word[:, None])[:, 0]
@@ -210,7 +210,7 @@ def test_a_draw_at_0_passes_over_blocks_without_probability(kernels: ctypes.CDLL
     """Words are added up in blocks of 256. Where the first ones have no probability, u = 0 draws the first that has."""
     z = torch.full((3, 1000), float("-inf"))
     z[0, 300:], z[1, 999], z[2, 256:] = 0.0, 1.0, torch.linspace(0, 1, 744)
-    word, logp = cpu_kernels.draw_rows(z, 1.0, torch.zeros(3, dtype=torch.float64))
+    word, logp = cpu_kernels.sample_rows(z, 1.0, torch.zeros(3, dtype=torch.float64))
     assert word.tolist() == [300, 999, 256]
     assert torch.allclose(logp, torch.log_softmax(z, -1).gather(-1, word[:, None])[:, 0], atol=1e-5)
 
@@ -218,7 +218,7 @@ def test_a_draw_at_0_passes_over_blocks_without_probability(kernels: ctypes.CDLL
 def test_logits_that_are_no_numbers_draw_a_word_whose_log_prob_is_none(kernels: ctypes.CDLL) -> None:
     z = torch.zeros(3, 300)
     z[0, 5], z[1] = float("nan"), float("-inf")
-    word, logp = cpu_kernels.draw_rows(z, 1.0, torch.full((3,), 0.5, dtype=torch.float64))
+    word, logp = cpu_kernels.sample_rows(z, 1.0, torch.full((3,), 0.5, dtype=torch.float64))
     assert bool(((word >= 0) & (word < 300)).all()) and logp.isnan().tolist() == [True, True, False]
 
 
@@ -226,7 +226,7 @@ def test_all_words_are_drawn_here_and_some_by_torch(kernels: ctypes.CDLL, monkey
     z, u = randn(30, 500), torch.rand(30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ours = sample_tokens(z, 0.7, SamplingParams(), u)
     some = sample_tokens(z, 0.7, SamplingParams(top_k=3), u)
-    monkeypatch.setattr(cpu_kernels, "library", lambda: None)
+    monkeypatch.setattr(cpu_kernels, "load_library", lambda: None)
     theirs = sample_tokens(z, 0.7, SamplingParams(), u)
     assert torch.equal(ours[0], theirs[0]) and torch.allclose(ours[1], theirs[1], atol=1e-5)
     assert ours[2] is None and some[2] is not None
@@ -240,9 +240,9 @@ def test_gates_and_their_slopes(kernels: ctypes.CDLL, count: int) -> None:
     gate, up, grad = (3 * randn(count, seed=i) for i in range(3))
     wide = [x.double().requires_grad_() for x in (gate, up)]
     want = F.silu(wide[0]) * wide[1]
-    close(cpu_kernels.Elementwise.gate(gate, up), want)
+    close(cpu_kernels.ElementwiseKernels.swiglu(gate, up), want)
     for got, slope in zip(
-        cpu_kernels.Elementwise.gate_slope(grad, gate, up), torch.autograd.grad(want, wide, grad.double()), strict=True
+        cpu_kernels.ElementwiseKernels.swiglu_backward(grad, gate, up), torch.autograd.grad(want, wide, grad.double()), strict=True
     ):
         close(got, slope)
 
@@ -251,7 +251,7 @@ def test_slopes_of_gates_far_from_0(kernels: ctypes.CDLL) -> None:
     """Open, shut, and not a number."""
     gate = torch.tensor([-1e30, -200.0, -88.5, 0.0, 89.0, 1e30, float("nan")])
     ones = torch.ones(7)
-    to_gate, to_up = cpu_kernels.Elementwise.gate_slope(ones, gate, ones)
+    to_gate, to_up = cpu_kernels.ElementwiseKernels.swiglu_backward(ones, gate, ones)
     assert torch.allclose(to_gate, torch.tensor([0, 0, 0, 0.5, 1, 1, float("nan")]), atol=1e-30, equal_nan=True)
     assert torch.allclose(to_up, torch.tensor([0, 0, 0, 0, 89, 1e30, float("nan")]), atol=1e-30, equal_nan=True)
 
@@ -263,8 +263,8 @@ def test_turns_and_back(kernels: ctypes.CDLL, heads: int, positions: int, channe
     plain = randn(1, positions, heads, channel)
     for x in (plain.transpose(1, 2), plain.repeat_interleave(2, -1)[..., ::2].transpose(1, 2)):
         for back in (False, True):
-            got = cpu_kernels.Elementwise.rotate(x, cos, sin, back)
-            close(got, Formulas.rotate(x.double(), cos.double(), sin.double(), back))
+            got = cpu_kernels.ElementwiseKernels.rope(x, cos, sin, back)
+            close(got, ElementwiseReference.rope(x.double(), cos.double(), sin.double(), back))
             assert got.transpose(1, 2).is_contiguous()
 
 
@@ -274,10 +274,10 @@ def test_norms_and_their_slopes(kernels: ctypes.CDLL, width: int, rows: int) -> 
     x, weight, grad = randn(rows, width), randn(width, seed=1), randn(rows, width, seed=2)
     wide = [one.double().requires_grad_() for one in (x, weight)]
     want = wide[1] * wide[0] / (wide[0].square().mean(-1, keepdim=True) + 1e-3).sqrt()
-    out, r = cpu_kernels.norm(x, weight, 1e-3)
+    out, r = cpu_kernels.rms_norm(x, weight, 1e-3)
     close(out, want)
     slopes = torch.autograd.grad(want, wide, grad.double())
-    for got, slope in zip(cpu_kernels.norm_slope(grad, x, weight, r), slopes, strict=True):
+    for got, slope in zip(cpu_kernels.rms_norm_backward(grad, x, weight, r), slopes, strict=True):
         close(got, slope, 1e-5)
 
 
@@ -288,9 +288,9 @@ def test_slopes_have_the_same_bits_with_any_threads(kernels: ctypes.CDLL) -> Non
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             z = randn(40, 3000, seed=3)
-            out, r = cpu_kernels.norm(x, weight, 1e-5)
+            out, r = cpu_kernels.rms_norm(x, weight, 1e-5)
             found.append(
-                [out, *cpu_kernels.norm_slope(grad, x, weight, r), *cpu_kernels.measure_rows(z, torch.arange(40)), z]
+                [out, *cpu_kernels.rms_norm_backward(grad, x, weight, r), *cpu_kernels.softmax_logprobs_(z, torch.arange(40)), z]
             )
     finally:
         torch.set_num_threads(before)
@@ -304,7 +304,7 @@ def test_probabilities_log_probs_and_entropies(kernels: ctypes.CDLL, words: int)
         logits[1, 3], logits[2, :5] = float("-inf"), -300.0  # words that cannot be drawn, or hardly
     want = torch.log_softmax(logits.double(), -1)
     p = logits.clone()
-    logp, entropy = cpu_kernels.measure_rows(p, target)
+    logp, entropy = cpu_kernels.softmax_logprobs_(p, target)
     close(p, want.exp(), 1e-6)
     close(logp, want.gather(-1, target[:, None])[:, 0], 1e-6)
     close(entropy, torch.special.entr(want.exp()).sum(-1), 1e-5)
@@ -313,31 +313,31 @@ def test_probabilities_log_probs_and_entropies(kernels: ctypes.CDLL, words: int)
 def test_logits_that_are_no_numbers_have_no_entropy_and_targets_are_words(kernels: ctypes.CDLL) -> None:
     z = torch.zeros(4, 300)
     z[0, 5], z[1], z[2, 7] = float("nan"), float("-inf"), float("inf")
-    logp, entropy = cpu_kernels.measure_rows(z, torch.zeros(4, dtype=torch.long))
+    logp, entropy = cpu_kernels.softmax_logprobs_(z, torch.zeros(4, dtype=torch.long))
     assert logp.isnan().tolist() == entropy.isnan().tolist() == [True, True, True, False]
     for odd in (-1, 300):
         with pytest.raises(IndexError, match="no word of 300"):
-            cpu_kernels.measure_rows(torch.zeros(1, 300), torch.tensor([odd]))
+            cpu_kernels.softmax_logprobs_(torch.zeros(1, 300), torch.tensor([odd]))
 
 
 def test_targets_of_every_type_and_shapes_that_do_not_belong_together(kernels: ctypes.CDLL) -> None:
     """C would read beyond what is there."""
-    want = cpu_kernels.measure_rows(randn(5, 9), torch.arange(5))
+    want = cpu_kernels.softmax_logprobs_(randn(5, 9), torch.arange(5))
     for dtype in (torch.int32, torch.int16, torch.uint8):
-        assert all(map(torch.equal, cpu_kernels.measure_rows(randn(5, 9), torch.arange(5, dtype=dtype)), want))
+        assert all(map(torch.equal, cpu_kernels.softmax_logprobs_(randn(5, 9), torch.arange(5, dtype=dtype)), want))
     for z, target in (
         (randn(5, 9), torch.arange(4)),
         (randn(2, 9), torch.arange(0)),
         (randn(9, 5).t(), torch.arange(5)),
     ):
         with pytest.raises(ValueError, match="targets of"):
-            cpu_kernels.measure_rows(z, target)
+            cpu_kernels.softmax_logprobs_(z, target)
     for call in (
-        lambda: cpu_kernels.norm(randn(3, 8), randn(4), 1e-5),
-        lambda: cpu_kernels.norm_slope(randn(2, 8), randn(3, 8), randn(8), randn(3)),
-        lambda: cpu_kernels.Elementwise.gate(randn(8), randn(4)),
-        lambda: cpu_kernels.Elementwise.gate_slope(randn(8), randn(8), randn(4)),
-        lambda: cpu_kernels.Elementwise.rotate(randn(1, 2, 5, 8), randn(1, 1, 8), randn(1, 1, 8), False),
+        lambda: cpu_kernels.rms_norm(randn(3, 8), randn(4), 1e-5),
+        lambda: cpu_kernels.rms_norm_backward(randn(2, 8), randn(3, 8), randn(8), randn(3)),
+        lambda: cpu_kernels.ElementwiseKernels.swiglu(randn(8), randn(4)),
+        lambda: cpu_kernels.ElementwiseKernels.swiglu_backward(randn(8), randn(8), randn(4)),
+        lambda: cpu_kernels.ElementwiseKernels.rope(randn(1, 2, 5, 8), randn(1, 1, 8), randn(1, 1, 8), False),
     ):
         with pytest.raises(ValueError, match="have to be the same"):
             call()
@@ -345,8 +345,8 @@ def test_targets_of_every_type_and_shapes_that_do_not_belong_together(kernels: c
 
 def test_numbers_that_lie_elsewhere_are_not_for_them() -> None:
     with FakeTensorMode():
-        assert not cpu_kernels.fits(torch.empty(3))
-    assert cpu_kernels.fits(torch.empty(3), torch.nn.Parameter(torch.empty(3))) and not cpu_kernels.fits(
+        assert not cpu_kernels.is_supported(torch.empty(3))
+    assert cpu_kernels.is_supported(torch.empty(3), torch.nn.Parameter(torch.empty(3))) and not cpu_kernels.is_supported(
         torch.empty(3).double()
     )
 
@@ -354,9 +354,9 @@ def test_numbers_that_lie_elsewhere_are_not_for_them() -> None:
 def test_log_probs_beside_an_exact_kl_have_the_bits_of_those_alone(kernels: ctypes.CDLL) -> None:
     """So ratios of a first update are exactly 1, with a reference too; and the KL is that of float64."""
     hidden, weight, target = randn(40, 12), randn(300, 12, seed=1), torch.arange(40) * 7
-    alone = token_stats(Head(weight), hidden, target, 0.7)
-    reference = (Head(randn(300, 12, seed=2)), hidden)
-    beside = token_stats(Head(weight), hidden, target, 0.7, reference)
+    alone = token_stats(LMHead(weight), hidden, target, 0.7)
+    reference = (LMHead(randn(300, 12, seed=2)), hidden)
+    beside = token_stats(LMHead(weight), hidden, target, 0.7, reference)
     assert torch.equal(alone[0], beside[0]) and torch.equal(alone[1], beside[1])
     p, q = (torch.log_softmax(hidden.double() @ w.double().t() / 0.7, -1) for w in (weight, reference[0].weight))
     assert beside[2] is not None
@@ -366,8 +366,8 @@ def test_log_probs_beside_an_exact_kl_have_the_bits_of_those_alone(kernels: ctyp
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
 def test_a_gradient_takes_them_and_is_that_without_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm, found, called = ALGORITHMS["dr-grpo"], [], set()
-    turning = [(cpu_kernels.Elementwise, name) for name in ("gate", "gate_slope", "rotate")]
-    for where, name in [*turning, *((cpu_kernels, name) for name in ("norm", "norm_slope", "measure_rows"))]:
+    turning = [(cpu_kernels.ElementwiseKernels, name) for name in ("swiglu", "swiglu_backward", "rope")]
+    for where, name in [*turning, *((cpu_kernels, name) for name in ("rms_norm", "rms_norm_backward", "softmax_logprobs_"))]:
         plain = getattr(where, name)
         monkeypatch.setattr(where, name, lambda *x, name=name, plain=plain: called.add(name) or plain(*x))
     for _ in range(2):
@@ -375,7 +375,7 @@ def test_a_gradient_takes_them_and_is_that_without_them(kind: str, monkeypatch: 
         learner.gradient(credited(batch_of(model_of(kind)), algorithm, learner), algorithm.objective)
         found.append(gradient_of(learner))
         assert len(called) == (0 if found[1:] else 6)
-        monkeypatch.setattr(cpu_kernels, "library", lambda: None)
+        monkeypatch.setattr(cpu_kernels, "load_library", lambda: None)
         called.clear()
     assert (found[0] - found[1]).abs().max() < 1e-5 * found[0].abs().max()
 
@@ -384,9 +384,9 @@ def test_a_gradient_takes_them_and_is_that_without_them(kind: str, monkeypatch: 
 def test_a_fused_model_computes_under_a_cast_too(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then its products are in half precision, and what lies between them as torch has it."""
     if not native:
-        monkeypatch.setattr(cpu_kernels, "library", lambda: None)
+        monkeypatch.setattr(cpu_kernels, "load_library", lambda: None)
     plain, fused = (model_of(dtype=torch.float32).model for _ in range(2))
-    assert fuse(fused)
+    assert fuse_layers(fused)
     ids = torch.arange(1, 9)[None]
     with torch.autocast("cpu", torch.bfloat16):
         want, got = (model(ids).logits.float() for model in (plain, fused))
@@ -399,12 +399,12 @@ def test_positions_that_rows_share_are_turned_as_the_model_turns_them(
 ) -> None:
     """Cosines `[1 1 channel]`, which are spread over positions: no kernel takes them."""
     if not native:
-        monkeypatch.setattr(cpu_kernels, "library", lambda: None)
+        monkeypatch.setattr(cpu_kernels, "load_library", lambda: None)
     model = model_of(dtype=torch.float32).model
     where = sys.modules[type(model.get_decoder()).__module__]
     q, k, cos, sin = randn(1, 4, 5, 16), randn(1, 2, 5, 16, seed=1), randn(1, 1, 16, seed=2), randn(1, 1, 16, seed=3)
     want = where.apply_rotary_pos_emb(q, k, cos, sin)
-    with rotating(model):
+    with fused_rope(model):
         assert where.apply_rotary_pos_emb.is_ours
         assert all(map(torch.equal, where.apply_rotary_pos_emb(q, k, cos, sin), want))
 
@@ -428,7 +428,7 @@ def test_responses_are_those_of_torch(room: int, monkeypatch: pytest.MonkeyPatch
         context.setattr(PagedRunner, "__call__", lambda self: (seen.append(self.decoding), plain(self))[1])
         ours = in_room().generate(prompts, 4)
         assert seen and all(isinstance(layout, RowwiseDecodeLayout) for layout in seen)
-    monkeypatch.setattr(cpu_kernels, "library", lambda: None)
+    monkeypatch.setattr(cpu_kernels, "load_library", lambda: None)
     same(ours, in_room().generate(prompts, 4), 2e-5)
 
 
@@ -436,10 +436,10 @@ def test_responses_are_those_of_torch(room: int, monkeypatch: pytest.MonkeyPatch
 
 
 def on_machine(monkeypatch: pytest.MonkeyPatch, machine: str, cpuinfo: str) -> None:
-    lines = cpu_kernels._lines
+    lines = cpu_kernels._read_lines
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(
-        cpu_kernels, "_lines", lambda path: cpuinfo.splitlines() if path == "/proc/cpuinfo" else lines(path)
+        cpu_kernels, "_read_lines", lambda path: cpuinfo.splitlines() if path == "/proc/cpuinfo" else lines(path)
     )
 
 
@@ -468,17 +468,17 @@ def test_which_machines_have_them_and_what_they_compile_for(
     machine: str, cpuinfo: str, used: bool, own: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_machine(monkeypatch, machine, cpuinfo)
-    assert cpu_kernels.possible() is used
+    assert cpu_kernels.can_compile() is used
     flags = runpy.run_path(cpu_kernels.__file__)["FLAGS"]
     assert {flag for flag in flags if flag.startswith(("-m", "-fno-sched"))} == own and "-O3" in flags
     monkeypatch.setenv("ASCENT_NATIVE", "0")
-    assert not cpu_kernels.possible()
+    assert not cpu_kernels.can_compile()
 
 
 def test_processors_of_arm_differ_by_part_and_features_and_not_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     def processor(*cores: dict[str, object]) -> str:
         on_machine(monkeypatch, "aarch64", "".join(ARM.format(**core) for core in cores))
-        return cpu_kernels._processor()
+        return cpu_kernels._processor_info()
 
     one, two, other = (
         {"number": n, "more": "", "part": part} for n, part in ((0, "0xd0c"), (1, "0xd0c"), (1, "0xd40"))
@@ -489,7 +489,7 @@ def test_processors_of_arm_differ_by_part_and_features_and_not_by_their_number(m
 
 
 def loaded_in(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    code = "from ascent.ops import cpu_kernels; print(cpu_kernels.library())"
+    code = "from ascent.ops import cpu_kernels; print(cpu_kernels.load_library())"
     env = (
         os.environ
         | {"XDG_CACHE_HOME": str(folder), "PYTHONPATH": str(Path(cpu_kernels.__file__).parents[2])}

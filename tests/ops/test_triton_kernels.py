@@ -19,8 +19,8 @@ from torch import Tensor
 
 import ascent
 from ascent.core.sampling_params import SamplingParams
-from ascent.models.fused_layers import Formulas
-from ascent.models.lm_head import HeadFormulas
+from ascent.models.fused_layers import ElementwiseReference
+from ascent.models.lm_head import LMHeadReference
 from ascent.ops import decode_ops
 from ascent.ops.decode_state import BLOCK_SIZE, FORCED_LENGTH
 from ascent.training.compact_adamw import ReferenceOps, join_master, random_keys, split_master
@@ -181,19 +181,19 @@ def gated_adapted(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
             near(got, decode_ops.gated_activation(*wide(whole, b), ranks, gelu), 4)
 
 
-@case("triton_elementwise._gate", "triton_elementwise._gate_slope")
+@case("triton_elementwise._swiglu", "triton_elementwise._swiglu_backward")
 def gate_of_an_update(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
     from ascent.ops import triton_elementwise
 
     for shape in ((3, 77), (1, 1), (41, 51)):
         grad, gate, up = (noise(dtype, *shape, scale=3) for _ in range(3))
-        near(triton_elementwise.gate(gate, up), Formulas.gate(*wide(gate, up)))
-        wants = Formulas.gate_slope(*wide(grad, gate, up))
-        for got, want in zip(triton_elementwise.gate_slope(grad, gate, up), wants, strict=True):
+        near(triton_elementwise.swiglu(gate, up), ElementwiseReference.swiglu(*wide(gate, up)))
+        wants = ElementwiseReference.swiglu_backward(*wide(grad, gate, up))
+        for got, want in zip(triton_elementwise.swiglu_backward(grad, gate, up), wants, strict=True):
             near(got, want)
 
 
-@case("triton_elementwise._rotate")
+@case("triton_elementwise._rope")
 def rotary_embedding_of_an_update(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
     """Cosines and sines of both halves may differ; heads and positions may lie in either order."""
     from ascent.ops import triton_elementwise
@@ -208,8 +208,8 @@ def rotary_embedding_of_an_update(dtype: torch.dtype, patch: pytest.MonkeyPatch)
             if laid.shape != (1, heads, positions, channel):
                 continue
             for back in (False, True):
-                got = triton_elementwise.rotate(laid, cos, sin, back)
-                near(got, Formulas.rotate(*wide(laid, cos, sin), back))
+                got = triton_elementwise.rope(laid, cos, sin, back)
+                near(got, ElementwiseReference.rope(*wide(laid, cos, sin), back))
 
 
 # ---- matrix products -------------------------------------------------------------------------------
@@ -370,27 +370,29 @@ def draws(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
 # ---- the head and the optimizer --------------------------------------------------------------------
 
 
-@case("triton_lm_head._measure", "triton_lm_head._slope")
+@case("triton_lm_head._logprobs_and_entropy", "triton_lm_head._logits_grad")
 def log_probs_and_entropy(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
     """Logits are float32 in every precision; their gradient is written in the precision of the head."""
     from ascent.ops import triton_lm_head
 
     for rows, vocab in ((3, 1000), (2, 4097), (1, 2), (2, 9001)):
         z, target = noise(torch.float32, rows, vocab, scale=3), torch.randint(vocab, (rows,)).to(DEVICE)
-        exact = HeadFormulas.measure(z.double(), target, 0.7)
-        found = triton_lm_head.measure(z, target, 0.7)
+        exact = LMHeadReference.logprobs_and_entropy(z.double(), target, 0.7)
+        found = triton_lm_head.logprobs_and_entropy(z, target, 0.7)
         for got, want in zip(found, exact, strict=True):
             assert float((got - want).abs().max()) < 1e-5
         g_logp, g_entropy = noise(torch.float32, rows), noise(torch.float32, rows)
         for bent in (None, (g_entropy, exact[1].float())):
-            got = triton_lm_head.slope(z, target, exact[2].float(), g_logp, bent, 0.7, dtype)
+            got = triton_lm_head.logits_grad(z, target, exact[2].float(), g_logp, bent, 0.7, dtype)
             exact_bent = None if bent is None else (g_entropy.double(), exact[1])
-            want = HeadFormulas.slope(z.double(), target, exact[2], g_logp.double(), exact_bent, 0.7, torch.float64)
+            want = LMHeadReference.logits_grad(
+                z.double(), target, exact[2], g_logp.double(), exact_bent, 0.7, torch.float64
+            )
             assert got.dtype == dtype
             near(got, want)
 
 
-@case("triton_adamw._add", "triton_adamw._step", "triton_adamw._random", "triton_adamw._rounded")
+@case("triton_adamw._add", "triton_adamw._step", "triton_adamw._random", "triton_adamw._round_to_bfloat16")
 def steps_of_adamw_in_bfloat16(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
     """To the bit, but for numbers on the edge between two roundings. Gradients may have any type."""
     from ascent.ops import triton_adamw

@@ -16,8 +16,8 @@ from ascent.build.language_backend import LanguageBackend
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.critics import OwnCritic, SharedCritic
 from ascent.models import LanguageModel
-from ascent.models.packed_attention import Group
-from ascent.ops.cuda_graphs import NoGraphs, size_above
+from ascent.models.packed_attention import PackedGroup
+from ascent.ops.cuda_graphs import EagerGraphs, round_up_to_bucket
 from ascent.rewards.tokenized_task import TokenizedTask
 from ascent.settings import configure
 from ascent.training import captured_updates as module
@@ -31,14 +31,14 @@ from tests.training.test_language_learner import awkward, credited
 from tests.training.test_update_gpu import on_gpu
 
 
-class Anew(NoGraphs):
+class Anew(EagerGraphs):
     """In place of CUDA graphs: a replay computes again. As torch's pool, it ends with the last of its graphs."""
 
     def __init__(self) -> None:
         self.captured = 0
-        self.forget()
+        self.reset()
 
-    def warm(self, work: Any) -> None:
+    def warm_up(self, work: Any) -> None:
         work()
 
     def capture(self, work: Any) -> Any:
@@ -49,7 +49,7 @@ class Anew(NoGraphs):
         self.pool.append(ref(work))
         return super().capture(work)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.pool: list[Any] = []
 
 
@@ -81,15 +81,15 @@ def gradients(learner: LanguageLearner, batch: Any, algorithm: Any) -> list[Tens
 
 
 def test_the_sizes_of_rows() -> None:
-    assert [size_above(n) for n in (1, 2, 9, 17, 100, 4577, 5121)] == [1, 2, 10, 20, 112, 5120, 6144]
-    size = Size.of([Group(0, 3, (2, 1)), Group(6, 2, ())])
+    assert [round_up_to_bucket(n) for n in (1, 2, 9, 17, 100, 4577, 5121)] == [1, 2, 10, 20, 112, 5120, 6144]
+    size = Size.of([PackedGroup(0, 3, (2, 1)), PackedGroup(6, 2, ())])
     assert size == Size(tokens=10, keys=18, segments=8, longest_query=4, longest_key=8)
     assert captured_tokens(1600, [torch.zeros(5)], 10) == 8 and captured_tokens(16, [torch.zeros(5)], 10) == 0
 
 
 def test_padding_sees_padding_alone() -> None:
     """Every token is a key to itself, padding is keys behind the others, and what is left over is nobody's."""
-    groups = [Group(0, 3, (2, 1)), Group(6, 2, ())]
+    groups = [PackedGroup(0, 3, (2, 1)), PackedGroup(6, 2, ())]
     size = Size.of(groups)
     ids, positions, queries, keys, seen, own, again = padded(torch.arange(8), torch.arange(8), groups, size)
     assert ids.tolist() == [*range(8), 0, 0] and positions.tolist() == [*range(8), 0, 0]

@@ -13,7 +13,7 @@ from ascent.core.algorithms import ALGORITHMS
 from ascent.core.critics import OwnCritic, SharedCritic
 from ascent.core.types import Batch
 from ascent.models import LanguageModel, fused_layers
-from ascent.models.packed_attention import Packed
+from ascent.models.packed_attention import PackedLayout
 from ascent.training import packing
 from ascent.training.language_learner import LanguageCritic, LanguageLearner
 from tests.flash_formulas import FlashFormulas
@@ -52,7 +52,7 @@ def test_the_packed_road_has_the_values_and_gradients_of_the_plain_one(
     """On padded prompts and responses, an empty one among them, in segments as on a GPU and in micro-batches."""
     want: tuple[Tensor, Tensor, list[Tensor]] | None = None
     for shares, fused, budget in ((False, None, 0), (True, None, 0), (True, FlashFormulas, 30)):
-        monkeypatch.setattr(packing, "Packed", lambda groups, fused=fused: Packed(groups, fused=fused))
+        monkeypatch.setattr(packing, "Packed", lambda groups, fused=fused: PackedLayout(groups, fused=fused))
         lm = model_of(kind)
         lm.shares = shares
         batch = awkward(lm)
@@ -159,9 +159,9 @@ def test_a_checkpoint_of_a_critic_in_float32_continues_in_bfloat16() -> None:
 def test_a_critics_own_backbone_is_fused_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its norms and gates compute what the policy's do; a copy of a fused model does not compute with the model's."""
     lm = half()
-    fused_layers.fuse(lm.model, fused_layers.Formulas)
+    fused_layers.fuse_layers(lm.model, fused_layers.ElementwiseReference)
     critic = LanguageCritic(lm, False)
-    assert critic.own is not None and fused_layers.fuse(critic.own, fused_layers.Formulas) > 0
+    assert critic.own is not None and fused_layers.fuse_layers(critic.own, fused_layers.ElementwiseReference) > 0
     for p in lm.model.parameters():
         p.data.zero_()
     assert critic.own(torch.arange(5)[None]).last_hidden_state.abs().max() > 0

@@ -21,8 +21,8 @@ from ascent.core.update import Adam
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
 from ascent.models import CausalLM, LanguageModel, lm_head
-from ascent.models.lm_head import Head, token_stats
-from ascent.models.packed_attention import ours
+from ascent.models.lm_head import LMHead, token_stats
+from ascent.models.packed_attention import packed_attention_enabled
 from ascent.ops.token_sampling import sample_tokens, uniform_from_seed
 from ascent.training.language_learner import LanguageCritic, LanguageLearner
 from ascent.training.packing import hidden_states, host_batch, place
@@ -46,7 +46,7 @@ def credited(batch: Batch, algorithm: Algorithm, learner: LanguageLearner) -> Ba
 def plain_log_probs(lm: LanguageModel, batch: Batch) -> Tensor:
     """Whole distributions at the states before actions, by the plain form."""
     lm.shares = False
-    logits = Head.of(lm.model).logits(hidden_states(lm, batch))
+    logits = LMHead.of(lm.model).logits(hidden_states(lm, batch))
     lm.shares = True
     return torch.log_softmax(logits, -1)
 
@@ -83,16 +83,16 @@ def test_a_capped_head_is_known() -> None:
 
 
 def test_another_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Head, "logits", lambda self, hidden: 1.1 * hidden @ self.weight.t())
+    monkeypatch.setattr(LMHead, "logits", lambda self, hidden: 1.1 * hidden @ self.weight.t())
     with pytest.raises(ConfigError, match="cannot train it"):
         prove(model_of())
 
 
 def test_a_model_that_fails_in_our_passes_is_refused_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def logits(self: Head, hidden: Tensor) -> Tensor:
+    def logits(self: LMHead, hidden: Tensor) -> Tensor:
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(Head, "logits", logits)
+    monkeypatch.setattr(LMHead, "logits", logits)
     message = r"its logits are not its head times its hidden states \(RuntimeError: no such thing\)$"
     with pytest.raises(ConfigError, match=r"^LlamaForCausalLM: Ascent cannot train it: " + message):
         prove(model_of())
@@ -144,7 +144,7 @@ def test_shared_prompts_are_exact(kind: str) -> None:
     for shares in (False, True):
         lm.shares = shares
         lm.model.zero_grad()
-        with ours(lm.model, shares):
+        with packed_attention_enabled(lm.model, shares):
             hidden = hidden_states(lm, batch)
         torch.sin(3 * hidden).sum().backward()
         found.append((hidden.detach(), [p.grad.clone() for p in lm.model.parameters() if p.grad is not None]))
@@ -159,7 +159,7 @@ def test_shared_prompts_are_exact(kind: str) -> None:
 def test_a_response_does_not_see_its_siblings() -> None:
     lm = model_of()
     batch = batch_of(lm)
-    with ours(lm.model), torch.no_grad():
+    with packed_attention_enabled(lm.model), torch.no_grad():
         before = hidden_states(lm, batch.select(slice(0, 1)))
         other = batch.select(slice(0, 1))
         other.response[0, 1:] = (other.response[0, 1:] + 1) % 7
@@ -172,7 +172,7 @@ def test_a_response_does_not_see_its_siblings() -> None:
 # ---- the head -------------------------------------------------------------------------------------
 
 
-def dense(head: Head, hidden: Tensor, target: Tensor, temperature: float, ref: Tensor | None) -> list[Tensor]:
+def dense(head: LMHead, hidden: Tensor, target: Tensor, temperature: float, ref: Tensor | None) -> list[Tensor]:
     logp_all = torch.log_softmax(head.logits(hidden) / temperature, -1)
     p = logp_all.exp()
     kl = torch.zeros(len(hidden), dtype=hidden.dtype)
@@ -188,13 +188,13 @@ def test_the_chunked_head_is_exact(
     keep: int, cap: float | None, temperature: float, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """log-prob, entropy and KL, and the gradients of all three in hidden states, weight and bias."""
-    monkeypatch.setattr(lm_head, "KEEP_BYTES", keep)
-    monkeypatch.setattr(Head, "chunk", lambda _: 4)
+    monkeypatch.setattr(lm_head, "MAX_KEPT_BYTES", keep)
+    monkeypatch.setattr(LMHead, "chunk", lambda _: 4)
     torch.manual_seed(0)
     h, w, b = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((11, 6), (19, 6), (19,)))
     h_ref, w_ref = torch.randn(11, 6, dtype=torch.float64), torch.randn(19, 6, dtype=torch.float64)
     target, mix = torch.randint(19, (11,)), torch.randn(3, 11, dtype=torch.float64)
-    ours_, ref = Head(w, b, scale, cap), Head(w_ref, None, scale, cap)
+    ours_, ref = LMHead(w, b, scale, cap), LMHead(w_ref, None, scale, cap)
     found = []
     for values in (
         token_stats(ours_, h, target, temperature, (ref, h_ref), entropy_gradient=True),
@@ -208,7 +208,7 @@ def test_the_chunked_head_is_exact(
 
 def test_an_entropy_that_nobody_asked_the_gradient_of_has_none() -> None:
     h, w = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4)
-    logp, entropy, kl = token_stats(Head(w), h, torch.zeros(5, dtype=torch.long))
+    logp, entropy, kl = token_stats(LMHead(w), h, torch.zeros(5, dtype=torch.long))
     assert logp.requires_grad
     assert not entropy.requires_grad
     assert kl is None

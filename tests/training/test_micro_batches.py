@@ -16,7 +16,7 @@ from ascent.build.backend import Report
 from ascent.build.preflight import report_update
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Batch
-from ascent.models.packed_attention import ours
+from ascent.models.packed_attention import packed_attention_enabled
 from ascent.training import language_learner as learning
 from ascent.training import micro_batches as planning
 from ascent.training.language_learner import LanguageCritic, LanguageLearner
@@ -107,7 +107,7 @@ def kept_by(lm: Any, batch: Batch) -> int:
         kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
-    with ours(lm.model, lm.shares), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with packed_attention_enabled(lm.model, lm.shares), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         hidden_states(lm, batch)
     return sum(t.untyped_storage().nbytes() for where, t in kept.items() if where not in mine)
 
@@ -143,7 +143,7 @@ def test_layers_share_the_mask_of_attention() -> None:
             masks.add(tensor.untyped_storage().data_ptr())
         return tensor
 
-    with ours(lm.model), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with packed_attention_enabled(lm.model), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         hidden = hidden_states(lm, batch_with([11], [[44, 20]]))
     assert len(masks) == 1 and len(hidden) == 64
 

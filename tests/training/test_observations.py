@@ -42,7 +42,7 @@ from ascent.inference.runners.cuda_graph import cuda_graph_runner
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
 from ascent.lab.pages.completions.completions import of_row
-from ascent.models.packed_attention import ours
+from ascent.models.packed_attention import packed_attention_enabled
 from ascent.runs import rollout_files as records
 from ascent.training.language_learner import LanguageCritic, LanguageLearner
 from ascent.training.small_learner import action_logprobs, log_probs, values_of
@@ -401,7 +401,7 @@ def test_ratings_are_read_behind_the_last_token_and_behind_actions(name: str, sh
         lm.shares = shares
         head = getattr(lm.model, HEAD)
         torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))
-        with ours(lm.model) if shares else torch.no_grad():
+        with packed_attention_enabled(lm.model) if shares else torch.no_grad():
             got = step_scores(lm, batch) if reads_steps else response_scores(lm, batch)
         for p, s in itertools.product(range(2), range(3)):
             ids, start = sequence(batch, p, s)

@@ -20,7 +20,7 @@ from ascent.core.errors import ConfigError
 from ascent.core.types import Batch
 from ascent.core.update import Adam
 from ascent.models.causal_lm import CausalLM
-from ascent.models.quantization import not_packed, quantize_matrices
+from ascent.models.quantization import quantize_linears, unquantized_parameters
 from ascent.training.language_learner import LanguageCritic, LanguageLearner
 from benchmarks.ranks import adapt
 from tests.cases import mostly_smokes
@@ -67,8 +67,8 @@ def learner_of(kind: str, form: str) -> tuple[LanguageLearner, Any]:
     dtype = getattr(torch, form.split()[0])
     lm = model_of(dtype=torch.float32, **SMALL)
     if "4 bits" in kind:
-        quantize_matrices(lm.model.requires_grad_(False), lm.backbone, torch.device("cpu"), dtype)
-    for p in not_packed(lm.model):
+        quantize_linears(lm.model.requires_grad_(False), lm.backbone, torch.device("cpu"), dtype)
+    for p in unquantized_parameters(lm.model):
         p.data = p.data.to(dtype)
     if "adapters" in kind:
         adapt(lm.model, 4)

@@ -14,8 +14,8 @@ from torch import Tensor
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.update import TrustRegion
 from ascent.models import fused_layers
-from ascent.models.fused_layers import Formulas, Gate, RmsNorm
-from ascent.models.packed_attention import Group, Packed
+from ascent.models.fused_layers import ElementwiseReference, RMSNormFunction, SwiGLUFunction
+from ascent.models.packed_attention import PackedGroup, PackedLayout
 from ascent.training.language_learner import LanguageLearner
 from tests.language import batch_of, gradient_of, model_of
 from tests.training.test_language_learner import credited, learner_of
@@ -49,13 +49,13 @@ def test_groups_at_once_see_what_each_sees(lengths: list[tuple[int, tuple[int, .
     """Outputs and gradients, against one mask over the whole row."""
     generator, groups, start = torch.Generator().manual_seed(0), [], 0
     for prompt, responses in lengths:
-        groups.append(Group(start, prompt, responses))
+        groups.append(PackedGroup(start, prompt, responses))
         start += prompt + sum(responses)
     rows = [torch.randn(1, n, start, 8, generator=generator, dtype=torch.float64) for n in (heads, shared, shared)]
     q, k, v = (x.requires_grad_() for x in rows)
     wide_k, wide_v = (x.repeat_interleave(heads // shared, 1) for x in (k, v))
     want = F.scaled_dot_product_attention(q, wide_k, wide_v, attn_mask=seen_by(lengths), scale=0.3).transpose(1, 2)
-    got = Packed(groups).attend(0, q, k, v, 0.3)
+    got = PackedLayout(groups).attend(0, q, k, v, 0.3)
     slope = torch.randn(want.shape, generator=generator, dtype=torch.float64)
     wants, found = (torch.autograd.grad(out, rows, slope) for out in (want, got))
     for a, b in zip((want, *wants), (got, *found), strict=True):
@@ -68,8 +68,8 @@ def test_groups_of_the_same_lengths_are_one_call(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda q, *x, **how: calls.append(len(q)) or plain(q, *x, **how)
     )
-    groups = [Group(7 * i, 3, (2, 2)) for i in range(4)]
-    Packed(groups).attend(0, *(torch.randn(1, 2, 28, 8) for _ in range(3)), 0.3)
+    groups = [PackedGroup(7 * i, 3, (2, 2)) for i in range(4)]
+    PackedLayout(groups).attend(0, *(torch.randn(1, 2, 28, 8) for _ in range(3)), 0.3)
     assert calls == [4, 8], "four prompts, and eight responses"
 
 
@@ -78,10 +78,10 @@ def test_a_norm_has_the_slope_of_its_formula(frozen: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, 4, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=not frozen)
-    assert torch.autograd.gradcheck(lambda *both: RmsNorm.apply(*both, 1e-3), (x, weight))
+    assert torch.autograd.gradcheck(lambda *both: RMSNormFunction.apply(*both, 1e-3), (x, weight))
     want = weight * x / (x.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt()
-    assert (RmsNorm.apply(x, weight, 1e-3) - want).abs().max() < 1e-12
-    (slope,) = torch.autograd.grad(RmsNorm.apply(x, weight, 1e-3).pow(2).sum(), x, create_graph=True)
+    assert (RMSNormFunction.apply(x, weight, 1e-3) - want).abs().max() < 1e-12
+    (slope,) = torch.autograd.grad(RMSNormFunction.apply(x, weight, 1e-3).pow(2).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         slope.sum().backward()
 
@@ -89,8 +89,8 @@ def test_a_norm_has_the_slope_of_its_formula(frozen: bool) -> None:
 def test_a_gate_has_the_slope_of_its_formula() -> None:
     generator = torch.Generator().manual_seed(0)
     gate, up = (torch.randn(3, 5, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(Gate.apply, (gate, up))
-    assert (Gate.apply(gate, up) - F.silu(gate) * up).abs().max() < 1e-12
+    assert torch.autograd.gradcheck(SwiGLUFunction.apply, (gate, up))
+    assert (SwiGLUFunction.apply(gate, up) - F.silu(gate) * up).abs().max() < 1e-12
 
 
 def test_a_turn_is_that_of_transformers_and_its_slope_turns_back() -> None:
@@ -99,9 +99,9 @@ def test_a_turn_is_that_of_transformers_and_its_slope_turns_back() -> None:
     x = torch.randn(1, 5, 3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).transpose(1, 2)
     angle = torch.linspace(0, 3, 20, dtype=torch.float64).view(1, 5, 4).repeat(1, 1, 2)
     cos, sin = angle.cos(), angle.sin()
-    turned = Formulas.rotate(x, cos, sin, False)
+    turned = ElementwiseReference.rope(x, cos, sin, False)
     assert (turned - apply_rotary_pos_emb(x, x, cos, sin)[0]).abs().max() < 1e-12
-    assert (Formulas.rotate(turned, cos, sin, True) - x).abs().max() < 1e-12
+    assert (ElementwiseReference.rope(turned, cos, sin, True) - x).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma", "GPT2"])
@@ -142,13 +142,13 @@ def test_a_model_that_learned_can_be_copied_in_another_type(dtype: torch.dtype) 
 def test_a_pass_within_a_pass_turns_by_the_same_function() -> None:
     """As of a critic that is fitted: what was found out about a model's own function is not found out again."""
     model = model_of(dtype=torch.float32).model
-    checked = fused_layers._turns_alike.cache_info().currsize
+    checked = fused_layers._rope_matches.cache_info().currsize
     where = sys.modules[type(model.get_decoder()).__module__]
     own: Any = where.apply_rotary_pos_emb  # type: ignore[attr-defined]
     for _ in range(3):
-        with fused_layers.rotating(model):
+        with fused_layers.fused_rope(model):
             outer = where.apply_rotary_pos_emb  # type: ignore[attr-defined]
-            with fused_layers.rotating(model):
+            with fused_layers.fused_rope(model):
                 assert where.apply_rotary_pos_emb is outer is not own  # type: ignore[attr-defined]
         assert where.apply_rotary_pos_emb is own  # type: ignore[attr-defined]
-    assert fused_layers._turns_alike.cache_info().currsize <= checked + 1
+    assert fused_layers._rope_matches.cache_info().currsize <= checked + 1

@@ -19,10 +19,17 @@ from ascent.core.critics import OwnCritic, SharedCritic
 from ascent.core.types import Batch
 from ascent.models import CausalLM, fused_layers
 from ascent.models import lm_head as head_module
-from ascent.models.causal_lm import mix
-from ascent.models.fused_layers import fuse
-from ascent.models.lm_head import FusedStats, Head, HeadFormulas, token_stats
-from ascent.models.packed_attention import AttendSegments, Group, Packed, Spans, ours, segment_kernel
+from ascent.models.causal_lm import set_mixed_precision
+from ascent.models.fused_layers import fuse_layers
+from ascent.models.lm_head import FusedTokenStats, LMHead, LMHeadReference, token_stats
+from ascent.models.packed_attention import (
+    PackedGroup,
+    PackedLayout,
+    VarlenAttention,
+    VarlenSegments,
+    packed_attention_enabled,
+    varlen_kernel,
+)
 from ascent.ops import load_kernels
 from ascent.training import packing
 from ascent.training.language_learner import LanguageCritic, LanguageLearner
@@ -44,9 +51,9 @@ def test_segments_see_what_groups_see(kind: str, monkeypatch: pytest.MonkeyPatch
     lm = model_of(kind)
     batch, found = awkward(lm), []
     for fused in (None, FlashFormulas):
-        monkeypatch.setattr(packing, "Packed", lambda groups, fused=fused: Packed(groups, fused=fused))
+        monkeypatch.setattr(packing, "Packed", lambda groups, fused=fused: PackedLayout(groups, fused=fused))
         lm.model.zero_grad()
-        with ours(lm.model):
+        with packed_attention_enabled(lm.model):
             hidden = hidden_states(lm, batch)
         torch.sin(3 * hidden).sum().backward()
         found.append((hidden.detach(), [p.grad.clone() for p in lm.model.parameters() if p.grad is not None]))
@@ -57,7 +64,7 @@ def test_segments_see_what_groups_see(kind: str, monkeypatch: pytest.MonkeyPatch
 
 def test_the_segments_of_a_row() -> None:
     """A prompt of 3 with responses of 2 and 1, then a prompt of 2 alone: derived by hand."""
-    spans = Spans.of([Group(0, 3, (2, 1)), Group(6, 2, ())], torch.device("cpu"))
+    spans = VarlenSegments.of([PackedGroup(0, 3, (2, 1)), PackedGroup(6, 2, ())], torch.device("cpu"))
     assert spans.queries.tolist() == [0, 3, 5, 6, 8]
     assert spans.keys.tolist() == [0, 3, 8, 12, 14]
     assert spans.seen.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7]
@@ -71,16 +78,16 @@ def test_the_segments_of_a_row() -> None:
 @pytest.mark.parametrize(("heads", "shared", "channel"), [(9, 3, 64), (12, 2, 128)])
 def test_the_kernel_is_the_formula(heads: int, shared: int, channel: int, dtype: torch.dtype, bound: float) -> None:
     torch.manual_seed(0)
-    groups = [Group(0, 37, (130, 1, 64)), Group(232, 5, (300,)), Group(537, 3, ())]
-    spans = Spans.of(groups, torch.device("cuda"))
+    groups = [PackedGroup(0, 37, (130, 1, 64)), PackedGroup(232, 5, (300,)), PackedGroup(537, 3, ())]
+    spans = VarlenSegments.of(groups, torch.device("cuda"))
     rows = [torch.randn(540, n, channel, device="cuda", dtype=dtype) for n in (heads, shared, shared)]
     grad = torch.randn(540, heads, channel, device="cuda", dtype=dtype)
     exact = [x.double().cpu().requires_grad_() for x in rows]
-    copy_to_host = Spans.of(groups, torch.device("cpu"))
-    want = AttendSegments.apply(*exact, copy_to_host, 0.1, FlashFormulas)
+    copy_to_host = VarlenSegments.of(groups, torch.device("cpu"))
+    want = VarlenAttention.apply(*exact, copy_to_host, 0.1, FlashFormulas)
     wants = [want, *torch.autograd.grad(want, exact, grad.double().cpu())]
     rows = [x.requires_grad_() for x in rows]
-    got = AttendSegments.apply(*rows, spans, 0.1, segment_kernel(rows[0]))
+    got = VarlenAttention.apply(*rows, spans, 0.1, varlen_kernel(rows[0]))
     gots = [got, *torch.autograd.grad(got, rows, grad)]
     for a, b in zip(gots, wants, strict=True):
         assert (a.double().cpu() - b).norm() / b.norm() < bound
@@ -101,8 +108,8 @@ def test_the_fused_head_is_exact(entropy_gradient: bool, temperature: float, sca
     torch.manual_seed(0)
     h, w, b = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((11, 6), (19, 6), (19,)))
     target, mix = torch.randint(19, (11,)), torch.randn(2, 11, dtype=torch.float64)
-    got = FusedStats.apply(h, w, b, target, 4, scale / temperature, entropy_gradient, HeadFormulas)
-    want = dense(Head(w, b, scale), h, target, temperature, None)[:2]
+    got = FusedTokenStats.apply(h, w, b, target, 4, scale / temperature, entropy_gradient, LMHeadReference)
+    want = dense(LMHead(w, b, scale), h, target, temperature, None)[:2]
     found = [numbers(entropy_gradient, *values, mix=mix, inputs=(h, w, b)) for values in (got, want)]
     for a, c in zip(*found, strict=True):
         assert (a - c).abs().max() < 1e-12
@@ -116,24 +123,24 @@ def test_logits_are_in_float32_before_the_softmax_without_kernels_too(
     dtype: torch.dtype, more: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits as large as 36, which bfloat16 would round by 0.125."""
-    monkeypatch.setattr(head_module, "kernels_for", lambda _: None)
+    monkeypatch.setattr(head_module, "lm_head_kernels", lambda _: None)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
     h, w = (torch.randn(*s, generator=generator).to(device, dtype) for s in ((16, 64), (203, 64)))
     target = torch.randint(203, (16,), generator=generator).to(device)
     other = torch.randn(16, 64, generator=generator).to(device, dtype)
-    found = token_stats(Head(w, **more), h, target, reference=(Head(w, **more), other))
-    exact = Head(w.double(), **more)
+    found = token_stats(LMHead(w, **more), h, target, reference=(LMHead(w, **more), other))
+    exact = LMHead(w.double(), **more)
     want = token_stats(exact, h.double(), target, reference=(exact, other.double()))
     for near, wide in zip(found, want, strict=True):
         assert near is not None and wide is not None
         assert float((near - wide).abs().max()) < 1e-3
-    logp, _, _ = token_stats(Head(w, **more), h.requires_grad_(), target)
+    logp, _, _ = token_stats(LMHead(w, **more), h.requires_grad_(), target)
     slope, wide_slope = (torch.autograd.grad(out.sum(), x) for out, x in ((logp, h), _exact_logp(exact, h, target)))
     assert float((slope[0] - wide_slope[0]).norm() / wide_slope[0].norm()) < 1e-2
 
 
-def _exact_logp(head: Head, h: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def _exact_logp(head: LMHead, h: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     wide = h.detach().double().requires_grad_()
     return token_stats(head, wide, target)[0], wide
 
@@ -146,8 +153,8 @@ def test_what_mixed_keeps_of_a_token_is_what_plans_charge() -> None:
     for mixed in (False, True):
         lm = model_of(dtype=torch.bfloat16, **shape)
         lm.model.cuda()
-        mix(lm.model, mixed)
-        fuse(lm.model)
+        set_mixed_precision(lm.model, mixed)
+        fuse_layers(lm.model)
         kept[mixed] = activation_bytes_per_token(lm)
     assert kept[True] - kept[False] == pytest.approx(2 * 4 * 2 * 256, rel=0.25)
 
@@ -161,9 +168,9 @@ def test_the_head_kernels_are_the_formulas(entropy_gradient: bool, vocab: int, d
     shapes = ((70, 64), (vocab, 64), (vocab,))
     h, w, b = (torch.randn(*s, device="cuda", dtype=dtype).requires_grad_() for s in shapes)
     target, mix = torch.randint(vocab, (70,), device="cuda"), torch.randn(2, 70, device="cuda")
-    got = FusedStats.apply(h, w, b, target, 32, 0.8, entropy_gradient)
+    got = FusedTokenStats.apply(h, w, b, target, 32, 0.8, entropy_gradient)
     exact = [x.detach().double().requires_grad_() for x in (h, w, b)]
-    want = FusedStats.apply(*exact, target, 32, 0.8, entropy_gradient, HeadFormulas)
+    want = FusedTokenStats.apply(*exact, target, 32, 0.8, entropy_gradient, LMHeadReference)
     assert (got[0] - want[0]).abs().max() < 1e-3, "float32 log-probs, whatever the parameters are"
     assert (got[1] - want[1]).abs().max() < 1e-3
     gots = numbers(entropy_gradient, *got, mix=mix, inputs=(h, w, b))[2:]
@@ -178,11 +185,11 @@ def test_the_heads_gradient_is_summed_over_chunks_in_float32(monkeypatch: pytest
     torch.manual_seed(0)
     weight, bias = (torch.randn(64, 32) * 0.2).bfloat16(), torch.randn(64).bfloat16()
     hidden, target = (torch.randn(4096, 32) + 0.5).bfloat16(), torch.randint(0, 8, (4096,))
-    monkeypatch.setattr(Head, "chunk", lambda _: 48)
+    monkeypatch.setattr(LMHead, "chunk", lambda _: 48)
 
     def gradients(dtype: torch.dtype) -> list[Tensor]:
         inputs = [x.detach().to(dtype).requires_grad_() for x in (weight, bias)]
-        logp, _, _ = token_stats(Head(*inputs), hidden.to(dtype), target)
+        logp, _, _ = token_stats(LMHead(*inputs), hidden.to(dtype), target)
         return [g.float() for g in torch.autograd.grad(logp.mean(), inputs)]
 
     for narrow, exact in zip(gradients(torch.bfloat16), gradients(torch.float32), strict=True):
@@ -196,9 +203,9 @@ def test_exact_kl_reads_the_same_logits_in_the_update_as_in_scoring(
 ) -> None:
     """With a reference (the update) as without one (scoring), logits come out of the product unrounded."""
     if device == "cpu":
-        monkeypatch.setattr(head_module, "kernels_for", lambda _: HeadFormulas)
+        monkeypatch.setattr(head_module, "lm_head_kernels", lambda _: LMHeadReference)
     torch.manual_seed(0)
-    head = Head(torch.randn(50, 32, device=device).bfloat16())
+    head = LMHead(torch.randn(50, 32, device=device).bfloat16())
     hidden, target = torch.randn(40, 32, device=device).bfloat16(), torch.randint(50, (40,), device=device)
     scored, entropy, _ = token_stats(head, hidden, target)
     updated, again, kl = token_stats(head, hidden, target, reference=(head, hidden))
@@ -311,7 +318,7 @@ def test_a_moving_reference_moves_in_bfloat16_too() -> None:
 
 def test_a_fused_model_can_be_copied() -> None:
     lm = model_of(dtype=torch.bfloat16)
-    fuse(lm.model, fused_layers.Formulas)
+    fuse_layers(lm.model, fused_layers.ElementwiseReference)
     ids = torch.arange(6)[None]
     assert torch.equal(copy.deepcopy(lm.model)(ids).logits, lm.model(ids).logits)
 
@@ -333,21 +340,25 @@ def test_fused_parts_compute_the_same() -> None:
     torch.nn.init.normal_(norm.weight)
     exact = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + norm.variance_epsilon) * norm.weight
     before = (norm(x) - exact).abs().mean()
-    assert fuse(lm.model, fused_layers.Formulas) == 5 + 2, "two norms and an MLP a layer, and the last norm"
+    assert fuse_layers(lm.model, fused_layers.ElementwiseReference) == 5 + 2, (
+        "two norms and an MLP a layer, and the last norm"
+    )
     assert (norm(x) - exact).abs().mean() <= before
     assert "partial" in str(norm.forward)
 
 
 def test_parts_of_another_kind_are_left_alone() -> None:
     gemma = model_of("Gemma2", dtype=torch.bfloat16).model
-    assert fuse(gemma, fused_layers.Formulas) == 0, "its norms add 1 to the weight, its gate is a GELU"
-    assert fuse(model_of(dtype=torch.float64).model, fused_layers.Formulas) == 0
+    assert fuse_layers(gemma, fused_layers.ElementwiseReference) == 0, (
+        "its norms add 1 to the weight, its gate is a GELU"
+    )
+    assert fuse_layers(model_of(dtype=torch.float64).model, fused_layers.ElementwiseReference) == 0
 
 
 def test_a_gate_has_the_gradient_of_its_formula() -> None:
     g, u = (torch.randn(5, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
     want = torch.nn.functional.silu(g) * u
-    got = fused_layers._Gate.apply(g, u, fused_layers.Formulas)
+    got = fused_layers._SwiGLUKernelFunction.apply(g, u, fused_layers.ElementwiseReference)
     assert torch.allclose(got, want)
     grad = torch.randn_like(want)
     for a, b in zip(*(torch.autograd.grad(y, (g, u), grad) for y in (got, want)), strict=True):
@@ -360,7 +371,7 @@ def test_a_rotation_is_transformers_own_and_so_is_its_gradient() -> None:
     x, angle = torch.randn(1, 3, 5, 8, dtype=torch.float64, requires_grad=True), torch.randn(1, 5, 4).double()
     cos, sin = angle.cos().repeat(1, 1, 2), angle.sin().repeat(1, 1, 2)
     want = apply_rotary_pos_emb(x, x, cos, sin)[0]
-    got = fused_layers._Rotate.apply(x, cos, sin, fused_layers.Formulas)
+    got = fused_layers._RopeFunction.apply(x, cos, sin, fused_layers.ElementwiseReference)
     grad = torch.randn_like(want)
     assert (got - want).abs().max() < 1e-12
     assert (torch.autograd.grad(got, x, grad)[0] - torch.autograd.grad(want, x, grad)[0]).abs().max() < 1e-12
@@ -370,26 +381,26 @@ def test_rotations_are_put_back() -> None:
     from transformers.models.llama import modeling_llama
 
     before = modeling_llama.apply_rotary_pos_emb
-    with fused_layers.rotating(model_of(dtype=torch.bfloat16).model, fused_layers.Formulas):
+    with fused_layers.fused_rope(model_of(dtype=torch.bfloat16).model, fused_layers.ElementwiseReference):
         assert modeling_llama.apply_rotary_pos_emb is not before
     assert modeling_llama.apply_rotary_pos_emb is before
-    with fused_layers.rotating(model_of(dtype=torch.float64).model, fused_layers.Formulas):
+    with fused_layers.fused_rope(model_of(dtype=torch.float64).model, fused_layers.ElementwiseReference):
         assert modeling_llama.apply_rotary_pos_emb is before
 
 
 @on_gpu
 def test_the_elementwise_kernels_are_the_formulas() -> None:
-    kernels, torch_ = load_kernels("triton_elementwise"), fused_layers.Formulas
+    kernels, torch_ = load_kernels("triton_elementwise"), fused_layers.ElementwiseReference
     g, u, d = (torch.randn(300, 77, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    pairs = [(kernels.gate(g, u), torch_.gate(g.double(), u.double()))]
-    pairs += zip(kernels.gate_slope(d, g, u), torch_.gate_slope(d.double(), g.double(), u.double()), strict=True)
+    pairs = [(kernels.swiglu(g, u), torch_.swiglu(g.double(), u.double()))]
+    pairs += zip(
+        kernels.swiglu_backward(d, g, u), torch_.swiglu_backward(d.double(), g.double(), u.double()), strict=True
+    )
     for heads, channel in ((9, 64), (12, 128), (20, 96)):
         x = torch.randn(1, 41, heads, channel, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
         cos, sin = torch.randn(2, 1, 41, channel, device="cuda").bfloat16()
         for back in (False, True):
-            pairs.append(
-                (kernels.rotate(x, cos, sin, back), torch_.rotate(x.double(), cos.double(), sin.double(), back))
-            )
+            pairs.append((kernels.rope(x, cos, sin, back), torch_.rope(x.double(), cos.double(), sin.double(), back)))
     for got, want in pairs:
         assert got.shape == want.shape
         assert (got.double() - want).norm() / want.norm() < 5e-3
@@ -412,7 +423,7 @@ def test_an_update_on_a_gpu_has_the_gradient_of_the_cpu(row: str, dtype: str, le
     for p in card.model.parameters():
         p.data = p.data.bfloat16().to("cuda", CausalLM(dtype=dtype).dtype_on(torch.device("cuda")))
     card.model.to("cuda")
-    mix(card.model, dtype == "mixed")
+    set_mixed_precision(card.model, dtype == "mixed")
     batch = batch_of(host)
     grads = []
     for lm, micro_batch in ((host, 0), (card, 30)):
@@ -460,5 +471,5 @@ def test_a_placed_batch_has_the_same_ratings() -> None:
     lm = add_head(model_of())
     torch.nn.init.normal_(lm.model.rating.weight)
     batch = awkward(lm)
-    with ours(lm.model):
+    with packed_attention_enabled(lm.model):
         assert torch.equal(response_scores(lm, batch), response_scores(lm, placed(batch)))

@@ -16,7 +16,7 @@ from torch import Tensor
 from ascent.core.errors import RunError
 from ascent.inference.remote.engine_adapter import EngineRequest, EngineResponse
 from ascent.models.causal_lm import LanguageModel
-from ascent.models.lm_head import Head, token_stats
+from ascent.models.lm_head import LMHead, token_stats
 
 MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 300, 64
 """Lengths of a probe, if the context of the model is long enough. A block of a prefix cache has up to 128 tokens."""
@@ -97,5 +97,5 @@ class WeightProbe:
         """Return |log-prob − the learner's| of each token."""
         ids = torch.tensor([prompt + response.tokens], device=self.lm.device)
         hidden = self.lm.backbone(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompt) - 1 : -1]
-        logp = token_stats(Head.of(self.lm.model), hidden, ids[0, len(prompt) :], self.temperature)[0]
+        logp = token_stats(LMHead.of(self.lm.model), hidden, ids[0, len(prompt) :], self.temperature)[0]
         return (logp.float().cpu() - torch.tensor(response.logp)).abs()

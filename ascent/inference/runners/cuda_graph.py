@@ -29,12 +29,12 @@ from ascent.inference.scheduler import Scheduler
 from ascent.inference.sequence import NOT_RUNNING, Sequence
 from ascent.models.causal_lm import LanguageModel
 from ascent.models.decoder_model import MAX_HIDDEN_ERROR, DecoderModel, UnsupportedArchitectureError
-from ascent.models.lora import shaken
-from ascent.models.packed_attention import Group, Packed, ours, send
+from ascent.models.lora import randomized_adapters
+from ascent.models.packed_attention import PackedGroup, PackedLayout, packed_attention_enabled, to_device_async
 from ascent.models.quantization import parameter_count
 from ascent.ops import decode_ops as formulas
 from ascent.ops import load_kernels
-from ascent.ops.cuda_graphs import CudaGraphs, NoGraphs
+from ascent.ops.cuda_graphs import CudaGraphs, EagerGraphs
 from ascent.ops.decode_state import (
     BLOCK_SIZE,
     FINISHED_LENGTH,
@@ -166,14 +166,14 @@ class CudaGraphRunner:
         """What was captured: buffers or parameters lie elsewhere now."""
         self.graphs: dict[Any, Callable[[], None]] = {}
         size = parameter_count(self.lm.model)
-        self.prefill_graphs = PrefillGraphs(CudaGraphs() if self.on_gpu else NoGraphs(), int(MAX_GRAPH_WORK / size))
+        self.prefill_graphs = PrefillGraphs(CudaGraphs() if self.on_gpu else EagerGraphs(), int(MAX_GRAPH_WORK / size))
 
     def prepare(self, rows: int, pages: int, width: int, limit: int) -> None:
         """Buffers with this much room, and parameters where the graphs expect them."""
         if (
             self.addresses == self._parameter_addresses()
         ):  # nothing has moved: the model need not be looked through again
-            self.model.copies.make()
+            self.model.copies.refresh()
         else:
             net = DecoderModel.of(self.lm.model)
             if net.addresses() != self.model.addresses():
@@ -213,7 +213,7 @@ class CudaGraphRunner:
         if key not in self.graphs:
             self.decode_state.batch_indices.fill_(self.decode_state.max_num_seqs)
             self.current_batch_indices = []
-            self.prefill_graphs.graphs.warm(run)
+            self.prefill_graphs.graphs.warm_up(run)
             self.graphs[key] = self.prefill_graphs.graphs.capture(run)
         return self.graphs[key]
 
@@ -232,7 +232,7 @@ class CudaGraphRunner:
         return longest > MIN_SPLIT_KV_LENGTH and (few or longest > MIN_LENGTH_RATIO * sum(keys) / len(keys))
 
     def to_device(self, numbers: list[Any]) -> Tensor:
-        return send(torch.tensor(numbers, dtype=torch.long), self.lm.device)
+        return to_device_async(torch.tensor(numbers, dtype=torch.long), self.lm.device)
 
     @torch.no_grad()
     def hidden_error(self) -> float:
@@ -242,10 +242,10 @@ class CudaGraphRunner:
         before, own = -(-5 // BLOCK_SIZE), -(-8 // BLOCK_SIZE)
         pages = list(range(before + 2 * own))
         device = self.lm.device
-        with shaken(self.lm.model), ours(self.lm.model):
+        with randomized_adapters(self.lm.model), packed_attention_enabled(self.lm.model):
             self.prepare(2, len(pages), before + own, 8)
             board = self.decode_state
-            row, positions = Packed([Group(0, 12, ()), Group(12, 12, ())]), torch.arange(12, device=device).repeat(2)
+            row, positions = PackedLayout([PackedGroup(0, 12, ()), PackedGroup(12, 12, ())]), torch.arange(12, device=device).repeat(2)
             want = self.lm.hidden(ids.to(device).view(1, -1), positions[None], row).view(2, 12, -1)[:, 5:]
             apart = []
             for i in range(2):
@@ -303,7 +303,7 @@ class DecodeLoop:
 
     def __call__(self) -> None:
         begun = time.perf_counter()
-        with ours(self.runner.lm.model):
+        with packed_attention_enabled(self.runner.lm.model):
             while self.generation.unfinished:
                 if not self._should_delay(self._poll(wait=False)):
                     self._start_sequences()

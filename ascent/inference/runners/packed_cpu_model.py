@@ -24,10 +24,10 @@ from ascent.inference.scheduler import Scheduler
 from ascent.inference.sequence import Sequence
 from ascent.models.causal_lm import LanguageModel
 from ascent.models.decoder_model import MAX_HIDDEN_ERROR, DecoderModel, Layer, UnsupportedArchitectureError, norm_heads
-from ascent.models.lm_head import Head
-from ascent.models.lora import Copies, copy_adapters, shaken, taken_apart
-from ascent.models.packed_attention import Group, Packed, ours
-from ascent.models.quantization import is_packed
+from ascent.models.lm_head import LMHead
+from ascent.models.lora import AdapterCopies, register_adapter_copies, randomized_adapters, unwrap_lora
+from ascent.models.packed_attention import PackedGroup, PackedLayout, packed_attention_enabled
+from ascent.models.quantization import is_quantized
 from ascent.ops import cpu_kernels, decode_ops
 from ascent.ops.paged_kv_cache import PagedKVCache, TensorPair
 
@@ -57,8 +57,8 @@ class InPlaceOps:
     ) -> TensorPair:
         """x ← x + y, in place, and its norm. Half precision and other forms of norms: as step.py has it."""
         given = [x, weight] if y is None else [x, y, weight]
-        if cpu_kernels.fits(*given) and all(one.is_contiguous() for one in given):
-            return cpu_kernels.norm_rows(x, y, weight, eps, weight_offset or 0.0)
+        if cpu_kernels.is_supported(*given) and all(one.is_contiguous() for one in given):
+            return cpu_kernels.add_rms_norm(x, y, weight, eps, weight_offset or 0.0)
         if weight_offset is not None or x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.float64):
             return decode_ops.add_rms_norm(x, y, weight, eps, weight_offset)
         x = x if y is None else x.add_(y)
@@ -85,7 +85,7 @@ class PackedMatmul:
     b: Tensor | None = None
     gates: bool = False
     """They are gate and up."""
-    copy: Tensor | cpu_kernels.Panels = None  # type: ignore[assignment]
+    copy: Tensor | cpu_kernels.PackedWeight = None  # type: ignore[assignment]
     """Panels, packed by oneDNN, or `[in out]`; there from the first `renew` on."""
     bias: Tensor | None = None
     state: tuple[Any, ...] = ()
@@ -98,10 +98,10 @@ class PackedMatmul:
         if now == self.state:
             return
         self.state, weights = (), [w.detach() for w in self.weights]
-        if isinstance(self.copy, cpu_kernels.Panels):
+        if isinstance(self.copy, cpu_kernels.PackedWeight):
             self.copy.pack(weights)
-        elif cpu_kernels.fits(*weights) and not (platform.machine() in ONEDNN_FIRST and packs(weights)):
-            self.copy = cpu_kernels.Panels(weights, self.gates and self.a is None)
+        elif cpu_kernels.is_supported(*weights) and not (platform.machine() in ONEDNN_FIRST and packs(weights)):
+            self.copy = cpu_kernels.PackedWeight(weights, self.gates and self.a is None)
         else:
             self.copy = None  # type: ignore[assignment]  # its memory is free for the new one
             self.copy = _copied(weights)
@@ -109,7 +109,7 @@ class PackedMatmul:
         self.state = now
 
     def __call__(self, x: Tensor, ops: Any, split_k: bool = False) -> Tensor:
-        if isinstance(self.copy, cpu_kernels.Panels):
+        if isinstance(self.copy, cpu_kernels.PackedWeight):
             y = self._plain(x) if self.copy.gated or len(x) >= MANY else self.copy(x, self.bias)
         elif self.copy.is_mkldnn and len(x) == 1:
             y = self._plain(x)
@@ -125,7 +125,7 @@ class PackedMatmul:
         return y if self.bias is None else y.add_(self.bias)
 
     def gated(self, x: Tensor, ops: Any, gelu: bool) -> Tensor:
-        if isinstance(self.copy, cpu_kernels.Panels) and self.copy.gated and len(x) < MANY:
+        if isinstance(self.copy, cpu_kernels.PackedWeight) and self.copy.gated and len(x) < MANY:
             return self.copy(x, self.bias, gelu)
         return ops.gated_activation(self(x, ops), gelu=gelu)
 
@@ -138,7 +138,7 @@ def _copied(weights: list[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PackedHead(Head):
+class PackedHead(LMHead):
     """A head whose product is one of copies."""
 
     product: PackedMatmul = None  # type: ignore[assignment]
@@ -157,7 +157,7 @@ class PackedCpuModel:
 
     @torch.no_grad()
     def _build(self) -> None:
-        if taken_apart(self.lm.model.get_input_embeddings())[1] is not None:
+        if unwrap_lora(self.lm.model.get_input_embeddings())[1] is not None:
             raise UnsupportedArchitectureError("its embedding has an adapter")
         self.matmuls: list[PackedMatmul] = []
         self.net = DecoderModel.of(self.lm.model, self._join)
@@ -180,21 +180,21 @@ class PackedCpuModel:
         self.matmuls.append(PackedMatmul(*parts))
         return self.matmuls[-1]
 
-    def _join(self, modules: GenericSequence[Any], copies: Copies) -> PackedMatmul:
-        plain, adapters = zip(*map(taken_apart, modules), strict=True)
-        if any(map(is_packed, plain)):
+    def _join(self, modules: GenericSequence[Any], copies: AdapterCopies) -> PackedMatmul:
+        plain, adapters = zip(*map(unwrap_lora, modules), strict=True)
+        if any(map(is_quantized, plain)):
             raise UnsupportedArchitectureError("its matrices are in 4 bits")
         weights, biases = [m.weight for m in plain], [m.bias for m in plain if m.bias is not None]
         rank, out = sum(len(one.a) for one in adapters if one is not None), [len(weight) for weight in weights]
         if not rank:
             return self._matmul(weights, biases)
         a, b = (weights[0].new_zeros(shape) for shape in ((rank, weights[0].shape[1]), (sum(out), rank)))
-        copy_adapters(copies, adapters, out, a, b)
+        register_adapter_copies(copies, adapters, out, a, b)
         return self._matmul(weights, biases, a, b)
 
     def decoding(self, pages: int, size: int) -> RowwiseDecodeLayout | DecodeLayout:
         """The layout of a step, with so many pages of this size."""
-        by_row = cpu_kernels.fits(self.net.embedding) and cpu_kernels.attends(self.net.head_dim, size)
+        by_row = cpu_kernels.is_supported(self.net.embedding) and cpu_kernels.supports_attention(self.net.head_dim, size)
         cache = PagedKVCache(pages, size, by_row)
         return RowwiseDecodeLayout(cache) if by_row else DecodeLayout(cache, self.device)
 
@@ -203,11 +203,11 @@ class PackedCpuModel:
         return self.lm.device
 
     @torch.no_grad()
-    def refresh(self, version: int) -> Head:
+    def refresh(self, version: int) -> LMHead:
         """Copy what has changed; the head to draw with. `version`: of the parameters that are trained."""
         if self.addresses != self._addresses():
             self._build()
-        self.net.copies.make()
+        self.net.copies.refresh()
         for product in self.matmuls:
             product.renew(version)
         return self.head
@@ -265,7 +265,7 @@ class RowwiseDecodeLayout:
         channel = turn[0].shape[-1]
         like = qkv[:1, : heads * channel].view(1, heads, 1, channel)
         rows = (self.before, self.known, self.length)
-        return cpu_kernels.attend_rows(qkv, turn, scale, self.cache.layer_blocks(layer, like, like), self.table, rows)
+        return cpu_kernels.paged_attention(qkv, turn, scale, self.cache.layer_blocks(layer, like, like), self.table, rows)
 
 
 def _signed(cos: Tensor, sin: Tensor) -> TensorPair:
@@ -300,8 +300,8 @@ def gap(packed: PackedCpuModel) -> float:
     """How far hidden states are from the model's own on a few random tokens, relative to their size."""
     lm = packed.lm
     ids = torch.randint(lm.vocab, (1, 24), generator=torch.Generator().manual_seed(0))
-    positions, row = torch.arange(12).repeat(2)[None], Packed([Group(0, 12, ()), Group(12, 12, ())])
-    with shaken(lm.model), ours(lm.model):
+    positions, row = torch.arange(12).repeat(2)[None], PackedLayout([PackedGroup(0, 12, ()), PackedGroup(12, 12, ())])
+    with randomized_adapters(lm.model), packed_attention_enabled(lm.model):
         packed.refresh(-1)
         want, got = (one.hidden(ids, positions, row)[0].double() for one in (lm, packed))
     return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())

@@ -10,7 +10,7 @@ from ascent.inference.runners.packed_cpu_model import PackedCpuModel
 from ascent.inference.scheduler import Scheduler
 from ascent.inference.sequence import Sequence
 from ascent.models.causal_lm import LanguageModel
-from ascent.models.packed_attention import ours
+from ascent.models.packed_attention import packed_attention_enabled
 from ascent.ops.paged_kv_cache import PagedKVCache
 
 BLOCK_SIZE, WIDE_BLOCK_SIZE = 32, 64
@@ -62,7 +62,7 @@ class PagedRunner:
 
     def __call__(self) -> None:
         schedule, before, device = self.scheduler, None, self.lm.device
-        with ours(self.lm.model):
+        with packed_attention_enabled(self.lm.model):
             while self.generation.unfinished:
                 self._poll(wait=False)
                 self._start_sequences()

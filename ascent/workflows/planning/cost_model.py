@@ -21,7 +21,7 @@ from ascent.core.config import Config
 from ascent.inference.runners.cuda_graph import GRAPH_BATCH_SIZES, MAX_PREFILL_PROMPTS
 from ascent.inference.runners.cuda_graph import KV_CACHE_MEMORY_FRACTION as CACHES
 from ascent.models.lm_head import CHUNK_BYTES
-from ascent.models.quantization import BYTES
+from ascent.models.quantization import BYTES_PER_PARAMETER
 from ascent.training.captured_updates import MAX_CAPTURE_FRACTION
 from ascent.training.micro_batches import ACTIVATION_FRACTION, COMPACT_BYTES_PER_PARAM, STATE_BYTES_PER_PARAM
 from ascent.workflows.planning.gpus import FITTED, FittedConstants, Gpu
@@ -65,12 +65,12 @@ class GpuCostModel:
     @property
     def parameter_bytes(self) -> int:
         """Bytes of the model's parameters."""
-        return 2 * (self.shape.num_parameters - self.quantized_parameters) + int(BYTES * self.quantized_parameters)
+        return 2 * (self.shape.num_parameters - self.quantized_parameters) + int(BYTES_PER_PARAMETER * self.quantized_parameters)
 
     @property
     def dequantize_seconds(self) -> float:
         """Seconds to dequantize all 4-bit matrices once."""
-        return (BYTES + 2) * self.quantized_parameters / self.gpu.bandwidth
+        return (BYTES_PER_PARAMETER + 2) * self.quantized_parameters / self.gpu.bandwidth
 
     # ---- seconds
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ascent.core.errors import ConfigError
-from ascent.models.causal_lm import UNREADABLE, backbone_of
-from ascent.models.decoder_model import UnsupportedArchitectureError, check_like
-from ascent.models.quantization import BLOCK
+from ascent.models.causal_lm import MODEL_LOAD_ERRORS, backbone_of
+from ascent.models.decoder_model import UnsupportedArchitectureError, check_supported
+from ascent.models.quantization import QUANTIZATION_BLOCK
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config fields of mixture-of-experts models."""
@@ -103,7 +103,7 @@ def read_shape(model: str) -> ModelShape:
         return shape_of(made.to(torch.bfloat16))
     except ConfigError:
         raise
-    except (*UNREADABLE, RecursionError) as error:
+    except (*MODEL_LOAD_ERRORS, RecursionError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
         raise ConfigError(f"--model {model}: its config cannot be read: {type(error).__name__}: {first}") from None
 
@@ -129,7 +129,7 @@ def shape_of(model: Any) -> ModelShape:
     heads = getattr(config, "num_attention_heads", None) or 1
     matrices = [m.weight for m in backbone.modules() if m.__class__.__name__ in ("Linear", "Conv1D")]
     try:
-        check_like(model)
+        check_supported(model)
         unlike = None
     except UnsupportedArchitectureError as error:
         unlike = str(error)
@@ -149,6 +149,6 @@ def shape_of(model: Any) -> ModelShape:
         lora_dims=sum(sum(weight.shape) for weight in matrices),
         max_positions=getattr(config, "max_position_embeddings", None),
         eager_reason=unlike,
-        quantizable=sum(w.numel() for w in matrices if w.shape[-1] % BLOCK == 0),
+        quantizable=sum(w.numel() for w in matrices if w.shape[-1] % QUANTIZATION_BLOCK == 0),
         has_qk_norm=any(hasattr(module, "q_norm") for module in backbone.modules()),
     )

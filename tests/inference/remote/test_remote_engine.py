@@ -43,7 +43,7 @@ from ascent.inference.remote.server_process import ServerProcess, find_python
 from ascent.inference.remote.vllm import VLLM, WORKER_EXTENSION_FOLDER
 from ascent.inference.remote.weight_files import checkpoint_tensors
 from ascent.models import CausalLM, LanguageModel
-from ascent.models.lm_head import Head, token_stats
+from ascent.models.lm_head import LMHead, token_stats
 from ascent.settings import configure
 from tests.cases import mostly_smokes
 from tests.language import AtOnce, InAnyOrder, model_of, prompts_of, sampler_of, write_tiny
@@ -108,7 +108,7 @@ def gap(lm: LanguageModel, rollouts: Rollouts, some: torch.Tensor | None = None)
         ):
             end = 1 + int(mask.nonzero().max())
             hidden = lm.backbone(input_ids=torch.cat([ids, tokens[:end]])[None]).last_hidden_state[0, len(ids) - 1 : -1]
-            own = token_stats(Head.of(lm.model), hidden, tokens[:end], rollouts.temperature)[0]
+            own = token_stats(LMHead.of(lm.model), hidden, tokens[:end], rollouts.temperature)[0]
             far = max([far, *(own - logp[:end])[(which & mask)[:end]].abs().tolist()])
     return far
 
