@@ -14,13 +14,19 @@ from ascent.models.packed_attention import VarlenSegments
 class FlashFormulas:
     """What `Flash` and `Efficient` compute, a segment at a time and in any precision."""
 
-    captured = True
+    supports_cuda_graphs = True
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, spans: VarlenSegments, scale: float) -> tuple[Tensor, list[Tensor]]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         parts = []
-        ends = zip(spans.queries[:-1], spans.queries[1:], spans.keys[:-1], spans.keys[1:], strict=True)
+        ends = zip(
+            spans.cu_seqlens_q[:-1],
+            spans.cu_seqlens_q[1:],
+            spans.cu_seqlens_k[:-1],
+            spans.cu_seqlens_k[1:],
+            strict=True,
+        )
         for q_from, q_to, k_from, k_to in ends:
             queries, keys = int(q_to - q_from), int(k_to - k_from)
             seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)

@@ -1,16 +1,16 @@
-"""Llama and its like as the decoder computes them: the model's own parameters, those side by side that read the same.
+"""Llama-like models for decoding: the parameters of a transformers model, with qkv and gate/up merged.
 
 A layer is   x ← x + o(attend(qkv(norm(x))))   x ← x + down(act(gate(norm(x)))·up(norm(x)))
 
-    Llama, Qwen2, SmolLM, Mistral   so; a bias or an adapter (LoRA) may be at any matrix, which may be in 4 bits
-    Qwen3                           queries and keys have norms of their own
-    Phi-3                           its matrices are side by side already
-    OLMo 2                          what is added to x is normed, and x is not; norms of all queries, of all keys
-    Gemma                           words times √width, norms times 1 + weight, act is GELU and not SiLU
-    Gemma 3                         that, norms of queries and keys, x and what is added to it normed, two rotations
+    Llama, Qwen2, SmolLM, Mistral   as above; any linear layer may have a bias, a LoRA adapter, or 4-bit weights
+    Qwen3                           QK-norm: an RMSNorm for each head of queries and keys
+    Phi-3                           qkv and gate/up are merged already
+    OLMo 2                          norms after attention and MLP instead of before; QK-norm across all heads
+    Gemma                           embedding times √hidden_size, norms with 1 + weight, GELU instead of SiLU
+    Gemma 3                         as Gemma, with QK-norm, norms before and after, and two kinds of RoPE
 
-The parts are found by the names that transformers gives them. What has other parts is told apart here, and what has the
-same parts but other arithmetic by `gap` in cuda.py, and on a CPU in prepacked.py.
+Modules are found by their names in transformers. Unknown modules raise UnsupportedArchitectureError here; a model with
+the same modules but other arithmetic is detected by comparing hidden states (the `gap` checks of the runners).
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ from ascent.ops.decode_state import LAST_TOKEN, DecodeState
 from ascent.ops.paged_kv_cache import TensorPair
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary positions that do not depend on how long a sequence is."""
+"""RoPE types whose frequencies do not depend on the sequence length."""
 LINEAR_NAMES = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 NORM_NAMES = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 KNOWN_MODULES = {"self_attn", "mlp", "act_fn", "activation_fn", "q_norm", "k_norm", *LINEAR_NAMES, *NORM_NAMES}
 MAX_HIDDEN_ERROR = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
-"""How far hidden states may be apart by rounding alone, relative to their size."""
+"""Largest relative difference of hidden states that rounding explains."""
 
 
 class UnsupportedArchitectureError(Exception):
-    """This architecture is not Llama's like; says in what."""
+    """The architecture is not supported by the fast decoder; the message says why."""
 
 
 class LinearLike(Protocol):
-    """Matrices that read the same states, as one."""
+    """Linear layers with the same input, merged into one."""
 
     def __call__(self, x: Tensor, ops: Any, split_k: bool = False) -> Tensor: ...
 
     def gated(self, x: Tensor, ops: Any, gelu: bool) -> Tensor:
-        """act(gate)·up of x, where they are gate and up."""
+        """Return act(gate)·up of x, if the merged layers are gate and up."""
 
 
 MergeLinears = Callable[[Sequence[Any], AdapterCopies], LinearLike]
-"""What makes one of several modules."""
+"""Merges several linear layers into one."""
 
 
 @dataclass(frozen=True)
@@ -72,19 +72,19 @@ class Layer:
     gate_up: LinearLike
     down: LinearLike
     pre_norms: tuple[NormParams | None, NormParams | None]
-    """Of what goes into the attention, and into the MLP; so too of what comes out of them."""
+    """Norms before attention and before the MLP; `post_norms` are those of their outputs."""
     post_norms: tuple[NormParams | None, NormParams | None]
     qk_norms: tuple[NormParams, NormParams] | None
     scale: float
 
-    def norms_across_heads(self, channel: int) -> bool:
-        """Are the queries of all heads normed together, and so the keys?"""
-        return self.qk_norms is not None and len(self.qk_norms[0].weight) != channel
+    def norms_across_heads(self, head_dim: int) -> bool:
+        """Return whether QK-norm is computed across all heads rather than per head."""
+        return self.qk_norms is not None and len(self.qk_norms[0].weight) != head_dim
 
 
 @dataclass(frozen=True)
 class DecoderModel:
-    """A model of these kinds."""
+    """A Llama-like model: merged weights, and how its layers differ from Llama's."""
 
     embed_tokens: MergedEmbedding
     embedding_scale: float
@@ -95,39 +95,36 @@ class DecoderModel:
     head_dim: int
     rotary: Any
     layer_types: list[str | None]
-    """By layer the kind of its rotation, where there are several."""
+    """The RoPE type of each layer, if the model has several."""
     gelu: bool
     float32_residual: bool
     """Whether the residual stream is float32, whatever the dtype of the parameters."""
     copies: AdapterCopies
-    """Of adapters; to be made again when these have changed."""
+    """Copies of the LoRA adapters, to be refreshed when the adapters change."""
 
     @classmethod
     def of(cls, model: Any, join: MergeLinears = merge_linears) -> DecoderModel:
-        """Describe a transformers model. Its matrices are laid side by side.
+        """Build from a transformers model, merging its linear layers; raises UnsupportedArchitectureError.
 
-        Raises UnsupportedArchitectureError.
-
-
-        Parameters that change later are seen, but for adapters: these are copied here. `join`: another way to have
-        matrices together.
+        Later updates of the parameters are visible here, except for LoRA adapters, which are copied. `join` merges
+        linear layers in another way.
         """
         check_supported(model)
         backbone, copies = backbone_of(model), AdapterCopies()
         first, rotary = backbone.layers[0], backbone.rotary_emb
         layers = [_layer_of(layer, copies, join) for layer in backbone.layers]
         embed_tokens = merge_embedding(model.get_input_embeddings(), copies)
-        copies.make()
-        both = sum(unwrap_lora(matrix)[0].out_features for matrix in _linears_of(first.self_attn, "qkv_proj"))
-        channel = first.self_attn.head_dim
+        copies.refresh()
+        qkv_width = sum(unwrap_lora(matrix)[0].out_features for matrix in _linears_of(first.self_attn, "qkv_proj"))
+        head_dim = first.self_attn.head_dim
         return cls(
             embed_tokens=embed_tokens,
             embedding_scale=_embedding_scale(model.get_input_embeddings()),
             layers=layers,
             norm=_norm_params(backbone.norm),
             head=LMHead.of(model),
-            num_kv_heads=(both - unwrap_lora(first.self_attn.o_proj)[0].in_features) // channel // 2,
-            head_dim=channel,
+            num_kv_heads=(qkv_width - unwrap_lora(first.self_attn.o_proj)[0].in_features) // head_dim // 2,
+            head_dim=head_dim,
             rotary=rotary,
             layer_types=list(backbone.config.layer_types) if _has_several_rope_types(rotary) else [None] * len(layers),
             gelu=_uses_gelu(first.mlp),
@@ -139,22 +136,22 @@ class DecoderModel:
     def embedding(self) -> Tensor:
         return self.embed_tokens.weight
 
-    def rotary_cache(self, longest: int) -> list[TensorPair]:
-        """By layer, cosines and sines `[position channel]`, rounded as the model rounds them."""
-        return self.rotary_tables(torch.arange(longest, device=self.embedding.device))
+    def rotary_cache(self, max_length: int) -> list[TensorPair]:
+        """Return cosines and sines `[position head_dim]` for each layer, rounded as the model rounds them."""
+        return self.rotary_tables(torch.arange(max_length, device=self.embedding.device))
 
     def rotary_tables(self, positions: Tensor) -> list[TensorPair]:
-        """The same at these positions."""
-        like, found = self.embedding.new_empty(1, dtype=torch.float32 if self.float32_residual else None), {}
+        """Return the cosines and sines of each layer at these positions."""
+        like, tables = self.embedding.new_empty(1, dtype=torch.float32 if self.float32_residual else None), {}
         for kind in dict.fromkeys(self.layer_types):
             cos, sin = self.rotary(like, positions[None], *([] if kind is None else [kind]))
             if cos.shape[-1] != self.head_dim:
-                raise UnsupportedArchitectureError("only a part of its channels is rotated")
-            found[kind] = cos[0].contiguous(), sin[0].contiguous()
-        return [found[kind] for kind in self.layer_types]
+                raise UnsupportedArchitectureError("partial rotary embedding is not supported")
+            tables[kind] = cos[0].contiguous(), sin[0].contiguous()
+        return [tables[kind] for kind in self.layer_types]
 
     def addresses(self) -> tuple[int, ...]:
-        """Where the parameters lie: a captured graph is good for these alone."""
+        """Return the addresses of the parameters, for which a captured CUDA graph is valid."""
         norms: list[NormParams | None] = [self.norm]
         parts: list[Any] = [*self.embed_tokens, self.head.weight, self.head.bias]
         for layer in self.layers:
@@ -165,22 +162,22 @@ class DecoderModel:
         return tuple(part.data_ptr() for part in parts if isinstance(part, Tensor))
 
     def hidden(
-        self, ops: ModuleType, board: DecodeState, tables: list[TensorPair], rows: int, uneven: bool = False
+        self, ops: ModuleType, state: DecodeState, tables: list[TensorPair], rows: int, uneven: bool = False
     ) -> Tensor:
-        """The last hidden states after the next token of the first `rows` rows. Host and device never wait.
+        """Decode step: return the last hidden states of the first `rows` rows, without synchronization.
 
-        `uneven`: share out rows, so that the longest does not keep the others waiting.
+        `uneven`: split the keys of long rows, so that the longest row does not delay the others.
         """
-        parts = ops.split_long_rows(board, rows) if uneven else None
+        splits = ops.split_long_rows(state, rows) if uneven else None
 
         def attend(i: int, layer: Layer, qkv: Tensor) -> Tensor:
             norms = None if layer.norms_across_heads(self.head_dim) else layer.qk_norms
-            return ops.paged_attention(qkv, AttentionParams(*tables[i], norms, layer.scale), board, i, parts)
+            return ops.paged_attention(qkv, AttentionParams(*tables[i], norms, layer.scale), state, i, splits)
 
-        return self.forward(ops, board.state[LAST_TOKEN][board.batch_indices[:rows]], attend)
+        return self.forward(ops, state.state[LAST_TOKEN][state.batch_indices[:rows]], attend)
 
     def forward(self, ops: Any, ids: Tensor, attend: Callable[[int, Layer, Tensor], Tensor]) -> Tensor:
-        """Hidden states of these tokens; `attend` mixes what the queries, keys and values of a layer are for."""
+        """Return the last hidden states of these tokens; `attend(i, layer, qkv)` computes the attention of a layer."""
         x, y = self.embed_tokens(ids), None
         x = x if self.embedding_scale == 1 else x * self.embedding_scale
         x = x.float() if self.float32_residual else x
@@ -201,7 +198,7 @@ class DecoderModel:
 
 
 def _add_and_norm(ops: Any, x: Tensor, y: Tensor | None, norm: NormParams | None) -> TensorPair:
-    """x + y, and what goes on from there."""
+    """Return x + y and its norm, or x + y twice without a norm."""
     if norm is not None:
         return ops.add_rms_norm(x, y, *norm)
     x = x if y is None else x + y
@@ -209,25 +206,25 @@ def _add_and_norm(ops: Any, x: Tensor, y: Tensor | None, norm: NormParams | None
 
 
 def _project_out(ops: Any, matrix: LinearLike, h: Tensor, norm: NormParams | None) -> Tensor:
-    """What is added to x: where it is not normed, the norm behind that sum takes it in parts."""
+    """Apply an output projection. Without a post-norm it may return split-K partial sums, which the next norm adds."""
     if norm is None:
         return matrix(h, ops, split_k=True)
     return ops.add_rms_norm(matrix(h, ops).contiguous(), None, *norm)[1]
 
 
 def norm_heads(qkv: Tensor, norms: tuple[NormParams, NormParams], shared: int) -> Tensor:
-    """The same with each head of queries and keys normed."""
+    """Apply QK-norm to each head of queries and keys."""
     parts = qkv.view(len(qkv), -1, len(norms[0].weight))
     *both, v = parts.split([parts.shape[1] - 2 * shared, shared, shared], 1)
     normed = [add_rms_norm(part, None, *norm)[1] for part, norm in zip(both, norms, strict=True)]
     return torch.cat([*normed, v], 1).flatten(1)
 
 
-# ---- what a model is made of --------------------------------------------------------------------------
+# ---- inspecting a transformers model ------------------------------------------------------------------
 
 
 def check_supported(model: Any) -> None:
-    """Raise UnsupportedArchitectureError for a model that is built otherwise. It may lie on the meta device."""
+    """Raise UnsupportedArchitectureError if the decoder does not support the model, which may be on the meta device."""
     backbone, head = backbone_of(model), LMHead.of(model)
     if head.scale != 1.0 or head.cap is not None:
         raise UnsupportedArchitectureError("its logits are scaled or capped")
@@ -253,12 +250,12 @@ def check_supported(model: Any) -> None:
 
 
 def _has_several_rope_types(rotary: Any) -> bool:
-    """Do layers have rotations of several kinds?"""
+    """Return whether layers have different RoPE types."""
     return isinstance(rotary.rope_type, dict)
 
 
 def _linears_of(parent: Any, joined: str) -> list[Any]:
-    """The matrices that read the same states: one that is joined already, or those that it would be joined of."""
+    """Return the linear layers with the same input: a merged one, or those that are to be merged."""
     if hasattr(parent, joined):
         return [getattr(parent, joined)]
     names = ("q_proj", "k_proj", "v_proj") if joined == "qkv_proj" else ("gate_proj", "up_proj")
@@ -276,14 +273,14 @@ def _norm_params(module: Any) -> NormParams:
 @cache
 @torch.no_grad()
 def _find_weight_offset(kind: Any) -> float | None:
-    """What this kind of norm adds to its weight, and when it rounds (`Norm.add`): seen where rounding is coarse."""
+    """Return the `weight_offset` of a class of norms (`NormParams`), by comparing the forms in bfloat16."""
     try:
-        with torch.device("cpu"):  # also where models are made on no device, for a plan
+        with torch.device("cpu"):  # also when models are built on the meta device
             module: Any = kind(32, 1e-6).to(torch.bfloat16)
             x, weight = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
         module.weight.copy_(weight[0])
         own = kind.forward(module, x)
-    except Exception:  # whatever a class that is made in another way does
+    except Exception:  # a class with another constructor
         return None
     return min(
         (None, 0.0, 1.0), key=lambda add: float((add_rms_norm(x, None, weight[0], 1e-6, add)[1] - own).abs().sum())
@@ -300,7 +297,7 @@ def _uses_gelu(mlp: Any) -> bool:
 
 
 def _embedding_scale(embedding: Any) -> float:
-    """What words are multiplied by."""
+    """Return the factor that the embedding is multiplied by."""
     plain = unwrap_lora(embedding)[0]
     if type(plain) is nn.Embedding:
         return 1.0
@@ -309,8 +306,8 @@ def _embedding_scale(embedding: Any) -> float:
     return float(torch.tensor(plain.scalar_embed_scale).to(plain.weight.dtype))
 
 
-def _check_layer(layer: Any, channel: int) -> None:
-    """Raise UnsupportedArchitectureError, or AttributeError for a part that is missing."""
+def _check_layer(layer: Any, head_dim: int) -> None:
+    """Raise UnsupportedArchitectureError, or AttributeError for a missing module."""
     attention, mlp = layer.self_attn, layer.mlp
     qkv, gate_up = _linears_of(attention, "qkv_proj"), _linears_of(mlp, "gate_up_proj")
     for module in (*qkv, attention.o_proj, *gate_up, mlp.down_proj):
@@ -329,19 +326,22 @@ def _check_layer(layer: Any, channel: int) -> None:
                 raise UnsupportedArchitectureError(f"it has a part that Llama has not, {name}")
     _layer_norms(layer)
     if hasattr(attention, "q_norm"):
-        every = unwrap_lora(attention.o_proj)[0].in_features
-        if len(attention.q_norm.weight) not in (channel, every):
+        all_heads = unwrap_lora(attention.o_proj)[0].in_features
+        if len(attention.q_norm.weight) not in (head_dim, all_heads):
             raise UnsupportedArchitectureError("its norms of queries and keys are neither a head's nor of all heads")
 
 
 def _layer_norms(
     layer: Any,
 ) -> tuple[tuple[NormParams | None, NormParams | None], tuple[NormParams | None, NormParams | None]]:
-    """Before and after the attention and the MLP; a norm's name says where it is only if one knows the others."""
-    second = _norm_params(layer.post_attention_layernorm)
+    """Return the norms before, and the norms after, attention and MLP.
+
+    The position of `post_attention_layernorm` depends on which other norms exist.
+    """
+    post_attention = _norm_params(layer.post_attention_layernorm)
     if not hasattr(layer, "post_feedforward_layernorm"):
-        return (_norm_params(layer.input_layernorm), second), (None, None)
-    after = (second, _norm_params(layer.post_feedforward_layernorm))
+        return (_norm_params(layer.input_layernorm), post_attention), (None, None)
+    after = (post_attention, _norm_params(layer.post_feedforward_layernorm))
     if not hasattr(layer, "pre_feedforward_layernorm"):
         return (None, None), after
     return (_norm_params(layer.input_layernorm), _norm_params(layer.pre_feedforward_layernorm)), after

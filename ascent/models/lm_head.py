@@ -1,14 +1,14 @@
-"""Log-probs and entropies from a language-model head, a chunk of tokens at a time.
+"""Log-probs and entropies from the LM head, one chunk of tokens at a time (chunked logits).
 
-[tokens × vocabulary] never exists at once: the forward pass keeps one number a token, and the backward
-pass computes a chunk's logits again. With z the logits at the sampling temperature:
+The logits `[token vocab]` of a batch are never in memory at once: the forward pass keeps one number per token, and the
+backward pass recomputes the logits of a chunk. With z the logits at the sampling temperature:
 
     log π(a) = z_a − log Σ e^z            ∂ log π(a)/∂z = 1_a − p
     H = log Σ e^z − Σ p·z                 ∂H/∂z = −p·(z − Σ p·z)
     KL = Σ p·(log p − log p_ref)          ∂KL/∂z = p·(log p − log p_ref − KL)
 
-All of it in float32 or better, whatever the hidden states are. On a GPU there are kernels that take few passes over
-the logits (`FusedStats`), and on a CPU one in C (kernels/cpu.py).
+All of it is computed in at least float32, whatever the dtype of the hidden states. On a GPU, Triton kernels need few
+passes over the logits (`FusedTokenStats`, ops/triton_lm_head.py); on a CPU there is a C kernel (ops/cpu_kernels.c).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import Tensor
 from ascent.ops import cpu_kernels, load_kernels
 
 CHUNK_BYTES = {"cpu": 28 * 2**20, "cuda": 2**31}
-"""What one chunk of logits may take, about; a C library gives up to 32 MiB from memory that was used before."""
+"""Approximate size of one chunk of logits. The C library reuses freed memory for allocations of up to 32 MiB."""
 MAX_CHUNK_FRACTION = 1 / 32
-"""Of a GPU's memory, what a chunk may take at most: so it is smaller on a GPU of less than 64 GiB."""
+"""Largest fraction of a GPU's memory for a chunk, which makes chunks smaller on GPUs of less than 64 GiB."""
 MAX_KEPT_BYTES = 384 * 2**20
-"""Probabilities that the backward pass may find kept rather than compute again. Memory against time."""
+"""Probabilities that are saved for the backward pass instead of recomputed: memory against time."""
 
 
 def chunk_bytes(device: torch.device) -> int:
@@ -40,7 +40,7 @@ def chunk_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class LMHead:
-    """How hidden states become logits: `cap·tanh(scale·(h·Wᵀ + b)/cap)`, over the temperature."""
+    """LM head: logits = cap·tanh(scale·(h·Wᵀ + b)/cap)."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -49,14 +49,14 @@ class LMHead:
 
     @classmethod
     def of(cls, model: Any) -> LMHead:
-        """The head of a transformers model, with the scalings that its config names."""
+        """Return the head of a transformers model, with the logit scale and softcap of its config."""
         module, config = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
         cap = getattr(config, "final_logit_softcapping", None)
         return cls(module.weight, getattr(module, "bias", None), scale, cap)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """In float32 or better, never rounded to the precision of the parameters."""
+        """Return the logits in at least float32, never rounded to the dtype of the parameters."""
         kernels = None if torch.is_grad_enabled() or hidden.dim() != 2 else lm_head_kernels(hidden)
         if kernels is not None:
             z = kernels.logits(hidden, self.weight, self.bias)
@@ -68,16 +68,16 @@ class LMHead:
         return z if self.cap is None else torch.tanh(z / self.cap) * self.cap
 
     def multiply(self, hidden: Tensor) -> Tensor:
-        """h·Wᵀ + b"""
+        """Return h·Wᵀ + b."""
         return F.linear(hidden, self.weight, self.bias)
 
     def chunk(self) -> int:
-        """Tokens in a chunk."""
+        """Return the number of tokens per chunk."""
         return max(16, chunk_bytes(self.weight.device) // (4 * self.weight.shape[0]))
 
 
 def lm_head_kernels(hidden: Tensor) -> Any:
-    """What takes few passes over the logits of these states; None: they are not on a GPU, or in float64."""
+    """Return the Triton kernels for these hidden states; None if they are not on a GPU, or in float64."""
     fits = hidden.is_cuda and hidden.dtype != torch.float64 and len(hidden)
     return load_kernels("triton_lm_head") if fits else None
 
@@ -90,9 +90,9 @@ def token_stats(
     reference: tuple[LMHead, Tensor] | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """log π of the targets, entropy and (with a reference) KL(π ‖ π_ref) at each hidden state `[token width]`.
+    """Return log π of the targets, entropy and KL(π ‖ π_ref) at each hidden state `[token hidden_size]`.
 
-    `reference`: the head and the hidden states of the other policy.
+    `reference`: the head and the hidden states of the reference policy; without it there is no KL.
     """
     kernels = lm_head_kernels(hidden)
     if kernels is not None and reference is None and head.cap is None:
@@ -122,7 +122,9 @@ class _TokenStats(torch.autograd.Function):
                 logp[part], entropy[part] = cpu_kernels.softmax_logprobs_(p, target[part])
             else:
                 p = torch.softmax(z, -1)
-                log_z = z.amax(-1, keepdim=True) - torch.log(p.amax(-1, keepdim=True))  # the likeliest never underflows
+                log_z = z.amax(-1, keepdim=True) - torch.log(
+                    p.amax(-1, keepdim=True)
+                )  # the largest probability never underflows
                 logp[part] = (z.gather(-1, target[part, None]) - log_z).squeeze(-1)
                 entropy[part] = log_z.squeeze(-1) - torch.linalg.vecdot(p, z)
             if reference is not None:
@@ -160,7 +162,7 @@ class _TokenStats(torch.autograd.Function):
                 g += g_kl[part, None] * p * (gap - (p * gap).sum(-1, keepdim=True))
             if temperature != 1.0:
                 g /= temperature
-            if head.cap is not None:  # then nothing is kept
+            if head.cap is not None:  # nothing is saved with a softcap
                 g *= 1 - (z / head.cap) ** 2
             if head.scale != 1.0:
                 g *= head.scale
@@ -176,7 +178,7 @@ class _TokenStats(torch.autograd.Function):
 
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a·b. Where the factors are in half precision, the sum over chunks is not."""
+    """total += a·b, accumulated in the dtype of `total`, which is float32 for half-precision factors."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
@@ -184,7 +186,7 @@ def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def cast_grads(dtype: torch.dtype, *grads: Tensor | None) -> list[Tensor | None]:
-    """Gradients in the type of their parameters, once everything is in them."""
+    """Convert accumulated gradients to the dtype of their parameters."""
     return [None if g is None else g.to(dtype) for g in grads]
 
 
@@ -197,20 +199,20 @@ def _reference_logprobs(reference: tuple[LMHead, Tensor], part: slice, temperatu
     return torch.log_softmax(head.logits(hidden[part]) / temperature, -1)
 
 
-# ---- few passes over the logits, on a GPU ----------------------------------------------------------
+# ---- fused kernels on a GPU ------------------------------------------------------------------------
 
 
 class FusedTokenStats(torch.autograd.Function):
-    """log π of the targets and entropy at each hidden state. `ops`: the kernels, or `HeadFormulas` in the tests.
+    """log π of the targets and entropy at each hidden state. `ops`: the kernels, or `LMHeadReference` in the tests.
 
-    A chunk's logits come out of the matrix product in float32, unrounded. The forward pass then reads them once, for
-    all of a token's numbers, and the backward pass computes them again and reads them once, writing the slope in half
-    precision for two more products. With x = z·factor, factor = scale/temperature:
+    The matmul returns the logits of a chunk in float32, unrounded. The forward pass reads them once for all results of
+    a token. The backward pass recomputes and reads them once, and writes their gradient in half precision for two more
+    matmuls. With x = z·factor, factor = scale/temperature:
 
         log π(a) = x_a − log Σ e^x       H = log Σ e^x − Σ p·x
-        slope = factor·(g_logp·(1_a − p) − g_H·p·(log p + H))
+        ∂L/∂z = factor·(g_logp·(1_a − p) − g_H·p·(log p + H))
 
-    The head's gradient is summed over chunks in float32.
+    The gradient of the head is summed over chunks in float32.
     """
 
     @staticmethod
@@ -247,9 +249,9 @@ class FusedTokenStats(torch.autograd.Function):
             del z
             if g_hidden is not None:
                 torch.mm(g, weight, out=g_hidden[part])
-            if ctx.needs_input_grad[1] and len(parts) == 1:  # nothing to be summed in float32
+            if ctx.needs_input_grad[1] and len(parts) == 1:  # a single chunk needs no float32 sum
                 g_weight = g.t() @ hidden
-            elif ctx.needs_input_grad[1]:  # it is large, and so are the logits: not both at once
+            elif ctx.needs_input_grad[1]:  # allocate it late: it is as large as the logits
                 g_weight = torch.zeros_like(weight, dtype=wide) if g_weight is None else g_weight
                 ops.add_matmul(g_weight, g.t(), hidden[part])
             if g_bias is not None:
@@ -259,7 +261,7 @@ class FusedTokenStats(torch.autograd.Function):
 
 
 class LMHeadReference:
-    """What the kernels compute, in plain torch."""
+    """The kernels' computation in PyTorch."""
 
     add_matmul = staticmethod(add_matmul)
 
@@ -270,7 +272,7 @@ class LMHeadReference:
 
     @staticmethod
     def logprobs_and_entropy(z: Tensor, target: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
-        """log π of the targets, entropies, and log Σ e^x."""
+        """Return log π of the targets, entropies, and log Σ e^x."""
         x = z * factor
         log_z = torch.logsumexp(x, -1)
         log_p = x - log_z[:, None]

@@ -1,12 +1,11 @@
-"""LoRA's adapters beside a frozen matrix, as they are trained: never merged into it.
+"""LoRA adapters, kept separate from the frozen weight in training and in sampling.
 
     y = x·Wᵀ + h·(s·B)ᵀ,   h = x·Aᵀ,   s = alpha/rank
 
-A and B are float32 where W is in half precision. A product takes them rounded to W's type, the scale inside B before
-that, and h and x·Wᵀ are rounded before their sum is. Learner (`fuse_adapter`) and sampler (`Beside`) round in the same
-places, so that the policy that is drawn from is the one that is trained; what one step changes is never lost, as it
-would be in a sum W + s·B·A that is rounded. W may be in 4 bits (policies/four_bit.py); it is then made again for each
-product, also on the way back.
+A and B are float32 where W is in half precision. A matmul takes A and s·B rounded to the dtype of W, and h and x·Wᵀ
+are rounded before their sum. The learner (`fuse_lora`) and the sampler (`MergedLinear`) round in the same places, so
+that the sampled policy is the trained one. Merging would lose small updates, because W + s·B·A is rounded. W may be
+quantized to 4 bits (quantization.py); it is then dequantized for each matmul, also in the backward pass.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ascent.models.quantization import Linear4bit, is_quantized, matmul_4bit
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 RANK_MULTIPLE, ROW_MULTIPLE = 8, 64
-"""Columns of h, and rows of W and A together, come in multiples of these: products of them are faster."""
+"""The LoRA rank, and the rows of W and A together, are padded to multiples of these: matmuls are then faster."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,10 @@ class LoraAdapter:
 
 
 def unwrap_lora(module: Any) -> tuple[Any, LoraAdapter | None]:
-    """A matrix or an embedding, and the adapter beside it. What is more than that is given back as it came."""
+    """Return the base module (linear or embedding) and its LoRA adapter.
+
+    A module without an adapter, or with one that is not supported (DoRA, several adapters, …), is returned with None.
+    """
     if not hasattr(module, "base_layer") or type(module).__module__ != "peft.tuners.lora.layer":
         return module, None
     names = module.active_adapters
@@ -48,37 +50,40 @@ def unwrap_lora(module: Any) -> tuple[Any, LoraAdapter | None]:
     name, scale = names[0], float(module.scaling[names[0]])
     if name in module.lora_A:
         biased = module.lora_B[name].bias is not None
-        found = LoraAdapter(module.lora_A[name].weight, module.lora_B[name].weight, scale)
-        return (module, None) if biased else (module.base_layer, found)
+        adapter = LoraAdapter(module.lora_A[name].weight, module.lora_B[name].weight, scale)
+        return (module, None) if biased else (module.base_layer, adapter)
     return module.base_layer, LoraAdapter(module.lora_embedding_A[name], module.lora_embedding_B[name], scale)
 
 
 def is_adapter_name(name: str) -> bool:
-    """Is this the name of an adapter's parameter?"""
+    """Return whether a parameter of this name belongs to an adapter."""
     return ".lora_" in name
 
 
 @contextmanager
 def randomized_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside, adapters that have not moved yet do something: two forms of the model are told apart by them too."""
-    still: list[Tensor] = [p for name, p in model.named_parameters() if is_adapter_name(name) and not bool(p.any())]
+    """Set adapters that are still 0 to random values in this context, so that a comparison of models covers them."""
+    untrained: list[Tensor] = [p for name, p in model.named_parameters() if is_adapter_name(name) and not bool(p.any())]
     with torch.no_grad():
-        for p in still:
+        for p in untrained:
             p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(0)) * 0.02)
     try:
         yield
     finally:
         with torch.no_grad():
-            for p in still:
+            for p in untrained:
                 p.zero_()
 
 
-# ---- for the sampler: one product for all modules that read the same states ---------------------------
+# ---- sampling: one matmul for all linear layers with the same input -----------------------------------
 
 
 class MergedLinear(NamedTuple):
-    """Matrices side by side, and their adapters: x·[W₁; W₂; …; A₁; A₂; …]ᵀ brings every h too, and one more product
-    adds h·Bᵀ, B being 0 where a matrix does not read an adapter. All of it lies at fixed addresses."""
+    """Linear layers with the same input (such as q, k and v), merged into one matmul, with their LoRA adapters.
+
+    x·[W₁; W₂; …; A₁; A₂; …]ᵀ computes the outputs and every h; a second matmul adds h·Bᵀ, where B is 0 for outputs that
+    do not belong to an adapter. All tensors are at fixed addresses, as CUDA graphs need them.
+    """
 
     weight: Tensor
     """`[out in]`, or with adapters `[out + rank + … in]`."""
@@ -86,7 +91,7 @@ class MergedLinear(NamedTuple):
     b: Tensor | None = None
     """`[out rank]`"""
     ranks: tuple[int, ...] = ()
-    """Of each matrix: columns of h that it alone reads, one after the other."""
+    """LoRA rank of each merged layer; their columns of h are consecutive."""
 
     def __call__(self, x: Tensor, ops: Any, split_k: bool = False) -> Tensor:
         """`split_k`: the kernel may return partial sums (`linear` in decode_ops.py)."""
@@ -95,26 +100,20 @@ class MergedLinear(NamedTuple):
         return ops.add_lora(self.base(x, ops), self.b)
 
     def base(self, x: Tensor, ops: Any) -> Tensor:
-        """x·Wᵀ, and behind it h if there is an adapter."""
+        """Return [x·Wᵀ, h], or x·Wᵀ without an adapter."""
         return ops.linear(x, self.weight, self.bias)
 
     def gated(self, x: Tensor, ops: Any, gelu: bool) -> Tensor:
-        """act(gate)·up of x, where these matrices are gate and up."""
+        """Return act(gate)·up of x, if the merged layers are gate and up."""
         if self.b is None:
             return ops.gated_linear(x, self.weight, self.bias, gelu)
-        if len(self.ranks) == 1:  # one adapter for gate and up
+        if len(self.ranks) == 1:  # one adapter for both gate and up
             return ops.gated_activation(self(x, ops).contiguous(), gelu=gelu)
         return ops.gated_activation(self.base(x, ops), self.b, self.ranks, gelu)
 
-    @staticmethod
-    def adapted(whole: Tensor, b: Tensor) -> Tensor:
-        """x·Wᵀ + h·Bᵀ, where `whole` is [x·Wᵀ, h, …]; in the place of x·Wᵀ."""
-        out, rank = b.shape
-        return whole[:, :out].addmm_(whole[:, out : out + rank], b.t())
-
 
 class MergedLinear4bit(NamedTuple):
-    """The same of matrices in 4 bits: h is a product of its own."""
+    """Merged 4-bit linear layers; h is a separate matmul."""
 
     packed: Tensor
     scale: Tensor
@@ -134,7 +133,7 @@ class MergedLinear4bit(NamedTuple):
 
 
 class MergedEmbedding(NamedTuple):
-    """An embedding, and its adapter: `a` `[word rank]`, `b` `[width rank]`."""
+    """An embedding and its LoRA adapter: `a` is `[vocab rank]`, `b` is `[hidden_size rank]`."""
 
     weight: Tensor
     a: Tensor | None = None
@@ -146,47 +145,47 @@ class MergedEmbedding(NamedTuple):
 
 
 class AdapterCopies:
-    """What adapters are copied to, all at once: the trained tensors are in another precision, or another layout."""
+    """Copies of the adapters in the dtype and layout of the sampler, refreshed all at once."""
 
     def __init__(self) -> None:
-        self.into: list[Tensor] = []
-        self.of: list[Tensor] = []
+        self.targets: list[Tensor] = []
+        self.sources: list[Tensor] = []
         self.scales: list[float] = []
 
-    def add(self, into: Tensor, of: Tensor, scale: float = 1.0) -> None:
-        self.into.append(into)
-        self.of.append(of.detach())
+    def add(self, target: Tensor, source: Tensor, scale: float = 1.0) -> None:
+        self.targets.append(target)
+        self.sources.append(source.detach())
         self.scales.append(scale)
 
     @torch.no_grad()
-    def make(self) -> None:
-        """Scaled before they are rounded."""
-        if self.into:
-            torch._foreach_copy_(self.into, torch._foreach_mul(self.of, self.scales))
+    def refresh(self) -> None:
+        """Copy scale · source to every target; the product is rounded once."""
+        if self.targets:
+            torch._foreach_copy_(self.targets, torch._foreach_mul(self.sources, self.scales))
 
 
 @torch.no_grad()
-def flatten_parameters(parts: Sequence[Tensor], room: int = 0) -> Tensor:
-    """One flat tensor that begins with these parameters, one after the other, and has `room` numbers behind them.
+def flatten_parameters(parts: Sequence[Tensor], padding: int = 0) -> Tensor:
+    """Move these parameters into one flat tensor, consecutively, with `padding` numbers behind them.
 
-    The parameters stay the same objects and only their memory moves, so an optimizer's step, a state dict or a
-    checkpoint finds them as before, and every change to them is a change to the whole: nothing is copied later.
+    The parameters become views of the flat tensor and stay the same objects, so optimizers, state dicts and
+    checkpoints are unaffected, and every update of a parameter updates the flat tensor without a copy.
     """
     first, count = parts[0].data, sum(p.numel() for p in parts)
     ends = [p.data_ptr() + p.numel() * p.element_size() for p in parts]
-    following = all(p.data_ptr() == end for p, end in zip(parts[1:], ends[:-1], strict=True))
-    one_block = len({p.untyped_storage().data_ptr() for p in parts}) == 1 and all(p.is_contiguous() for p in parts)
-    whole = first.storage_offset() == 0 and first.untyped_storage().nbytes() == (count + room) * first.element_size()
-    if following and one_block and (whole or not room):
-        return first.as_strided((count + room,), (1,))
-    flat = torch.cat([*(p.data.flatten() for p in parts), first.new_zeros(room)])
-    for p, part in zip(parts, flat.split([p.numel() for p in parts] + [room]), strict=False):
+    consecutive = all(p.data_ptr() == end for p, end in zip(parts[1:], ends[:-1], strict=True))
+    one_storage = len({p.untyped_storage().data_ptr() for p in parts}) == 1 and all(p.is_contiguous() for p in parts)
+    whole = first.storage_offset() == 0 and first.untyped_storage().nbytes() == (count + padding) * first.element_size()
+    if consecutive and one_storage and (whole or not padding):
+        return first.as_strided((count + padding,), (1,))
+    flat = torch.cat([*(p.data.flatten() for p in parts), first.new_zeros(padding)])
+    for p, part in zip(parts, flat.split([p.numel() for p in parts] + [padding]), strict=False):
         p.data = part.view(p.shape)
     return flat
 
 
 def merge_linears(modules: Sequence[Any], copies: AdapterCopies) -> MergedLinear | MergedLinear4bit:
-    """These modules, each a matrix with or without an adapter, as one."""
+    """Merge linear layers with the same input, with or without LoRA adapters."""
     plain, adapters = zip(*map(unwrap_lora, modules), strict=True)
     out, width = [m.out_features for m in plain], plain[0].in_features
     ranks = tuple(0 if adapter is None else len(adapter.a) for adapter in adapters)
@@ -209,7 +208,7 @@ def merge_linears(modules: Sequence[Any], copies: AdapterCopies) -> MergedLinear
 
 
 def _merge_4bit_linears(plain: Sequence[Linear4bit], rank: int) -> MergedLinear4bit:
-    """Blocks never go from one row into the next, so packed matrices lie side by side as others do."""
+    """Merge 4-bit layers: quantization blocks never span two rows, so packed rows can be concatenated."""
     first, width, out = plain[0], plain[0].in_features, sum(m.out_features for m in plain)
     packed, scale = (
         flatten_parameters([getattr(m, name) for m in plain]).view(out, -1) for name in ("packed", "scale")
@@ -217,16 +216,16 @@ def _merge_4bit_linears(plain: Sequence[Linear4bit], rank: int) -> MergedLinear4
     bias = None if first.bias is None else flatten_parameters([m.bias for m in plain])
     if not rank:
         return MergedLinear4bit(packed, scale, bias, first.dtype)
-    if first.room is None or first.room.numel() != rank * (width + out):
-        first.room = torch.zeros(rank * (width + out), dtype=first.dtype, device=packed.device)
-    a, b = first.room.split([rank * width, rank * out])
+    if first.adapter_buffer is None or first.adapter_buffer.numel() != rank * (width + out):
+        first.adapter_buffer = torch.zeros(rank * (width + out), dtype=first.dtype, device=packed.device)
+    a, b = first.adapter_buffer.split([rank * width, rank * out])
     return MergedLinear4bit(packed, scale, bias, first.dtype, a.view(rank, width), b.view(out, rank))
 
 
 def register_adapter_copies(
     copies: AdapterCopies, adapters: Sequence[LoraAdapter | None], out: Sequence[int], a: Tensor, b: Tensor
 ) -> None:
-    """Have each adapter copied to its rows of A, and to its rows and columns of B."""
+    """Register copies of each adapter to its rows of A, and to its rows and columns of B."""
     row = column = 0
     for count, adapter in zip(out, adapters, strict=True):
         own = 0 if adapter is None else len(adapter.a)
@@ -251,13 +250,13 @@ def merge_embedding(module: Any, copies: AdapterCopies) -> MergedEmbedding:
     return MergedEmbedding(weight.view(words, width), a, b)
 
 
-# ---- for the learner -----------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------------
 
 
 def fuse_lora(module: Any) -> bool:
-    """Let an adapter beside a half-precision matrix compute in that precision; does it?
+    """Let the LoRA adapter of a half-precision layer compute in half precision; return whether it was replaced.
 
-    peft widens what goes in to float32, and what comes out: nine passes over a tensor as large as the output.
+    peft converts inputs and outputs to float32, which takes nine passes over a tensor as large as the output.
     """
     plain, adapter = unwrap_lora(module)
     if adapter is None or type(plain) not in (nn.Linear, Linear4bit) or _weight_dtype(plain) not in HALF_DTYPES:
@@ -274,7 +273,9 @@ def _weight_dtype(plain: Any) -> torch.dtype:
 
 def _lora_forward(module: Any, x: Tensor) -> Tensor:
     plain, adapter = unwrap_lora(module)
-    if adapter is None or x.dtype not in HALF_DTYPES or x.dtype != _weight_dtype(plain):  # it was copied, and widened
+    if (
+        adapter is None or x.dtype not in HALF_DTYPES or x.dtype != _weight_dtype(plain)
+    ):  # the module was copied or converted to another dtype
         return type(module).forward(module, x)
     packed = plain if is_quantized(plain) else None
     weight = None if packed is not None else plain.weight
@@ -284,7 +285,7 @@ def _lora_forward(module: Any, x: Tensor) -> Tensor:
 class _LoraFunction(torch.autograd.Function):
     """y = x·Wᵀ + bias + h·(s·B)ᵀ, h = x·Aᵀ. W and its bias are frozen; gradients of A and B are summed in float32.
 
-    W is a tensor, or a matrix in 4 bits.
+    W is a tensor, or a 4-bit layer.
 
     ∂h = ∂y·(s·B)   ∂x = ∂y·W + ∂h·A   ∂A = ∂hᵀ·x   ∂B = s·∂yᵀ·h
     """
@@ -297,7 +298,7 @@ class _LoraFunction(torch.autograd.Function):
         rows = x.flatten(0, -2)
         a, scaled = a.to(x.dtype), (b * scale).to(x.dtype)
         h = rows @ a.t()
-        y = F.linear(rows, weight, bias) if packed is None else packed.product(rows)  # type: ignore[arg-type]
+        y = F.linear(rows, weight, bias) if packed is None else packed.matmul(rows)  # type: ignore[arg-type]
         y.addmm_(h, scaled.t())
         ctx.save_for_backward(x, weight, a, scaled, h)
         ctx.scale, ctx.packed = scale, packed
@@ -314,7 +315,7 @@ class _LoraFunction(torch.autograd.Function):
 
 
 def matmul_float32(a: Tensor, b: Tensor) -> Tensor:
-    """a·b in float32 or better."""
+    """Return a·b in float32, or in float64 for float64 inputs."""
     if a.is_cuda and a.dtype in HALF_DTYPES:
         return torch.mm(a, b, out_dtype=torch.float32)
     wide = torch.promote_types(a.dtype, torch.float32)

@@ -1,14 +1,14 @@
-"""Attention that encodes a prompt once for its whole group.
+"""Attention over packed groups that share the encoding of their prompt (prefix sharing in training).
 
-transformers lets every model call an attention function of our own. Ours is handed a layout, which
-says what the tokens of a forward pass are to one another:
+transformers lets a model call a registered attention function. This one delegates to the `layout` argument of the
+forward pass, which defines what each token attends to:
 
-    Packed   one row of groups, each [prompt, response 1, …, response G] with no padding between them;
-             a response attends to its prompt and causally to itself, never to its siblings
-    Cached   one new token a running response, against its group's prompt cache and its own
+    PackedLayout   one row of groups without padding, each [prompt, response 1, …, response G]; a response attends to
+                   its prompt and causally to itself, never to the other responses of its group
+    kv_cache.py    the layouts of prefill and decoding
 
-No architecture is named here: rotary positions, norms, biases and grouped heads are the model's own.
-Both layouts are exact: the same sums as in the plain form, to rounding.
+The code is independent of the architecture: RoPE, norms, biases and grouped-query attention are computed by the model.
+Results equal those of separate sequences up to rounding.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ ATTENTION_NAME = "ascent_groups"
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **more: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer: the layout makes `[row position head channel]` of what it is given."""
+    """Let the layout compute attention, `[row position head head_dim]`; transformers calls this in every layer."""
     if more.get("softcap") or more.get("s_aux") is not None:
-        raise NotImplementedError("its attention has a cap or sinks")
-    query, key = query.to(value.dtype), key.to(value.dtype)  # rotations of a mixed model are in float32
+        raise NotImplementedError("attention with softcap or sinks is not supported")
+    query, key = query.to(value.dtype), key.to(value.dtype)  # in mixed precision RoPE returns float32
     scale = more.get("scaling") or query.shape[-1] ** -0.5
     return more["layout"].attend(module.layer_idx, query, key, value, scale), None
 
 
 @contextmanager
-def packed_attention_enabled(model: Any, on: bool = True) -> Iterator[None]:
-    """Inside, if `on`, its layers call our attention function, and turn queries and keys in one pass (rotating)."""
-    if not on:
+def packed_attention_enabled(model: Any, enabled: bool = True) -> Iterator[None]:
+    """Make the model call `attention` and the fused RoPE inside this context."""
+    if not enabled:
         yield
         return
     from transformers import AttentionInterface
@@ -60,13 +60,13 @@ def packed_attention_enabled(model: Any, on: bool = True) -> Iterator[None]:
 
 
 def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on its way to the device; nobody waits for it."""
+    """Copy a tensor from the host to the device without synchronizing."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @dataclass(frozen=True)
 class PackedGroup:
-    """Where a group stands in the packed row: its prompt, then its responses one after the other."""
+    """Position of a group in the packed row: its start, its prompt length, and the lengths of its responses."""
 
     start: int
     prompt: int
@@ -79,11 +79,11 @@ class PackedGroup:
 
 @dataclass
 class PackedLayout:
-    """One row of groups."""
+    """Attention of one packed row of groups."""
 
     groups: list[PackedGroup]
     fused: Any = None
-    """How segments are attended to at once; None: by a kernel where one fits, else a group at a time."""
+    """Variable-length attention for the whole row. None: a fused kernel where available, else one group at a time."""
     _grids: dict[PackedGroup, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _biases: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _spans: VarlenSegments | None = None
@@ -97,23 +97,23 @@ class PackedLayout:
             return VarlenAttention.apply(q, k, v, self._spans, scale, fused).unsqueeze(0)
         runs = self._runs()
         sizes = [sum(group.tokens for group in groups) for groups in runs]
-        tokens = (x[0].transpose(0, 1).split(sizes) for x in (q, k, v))  # [position head channel]
+        tokens = (x[0].transpose(0, 1).split(sizes) for x in (q, k, v))  # [position head head_dim]
         parts: list[Tensor] = []
         for groups, *row in zip(runs, *tokens, strict=True):
             own_q, own_k, own_v = (x.unflatten(0, (len(groups), -1)) for x in row)
-            outs = self._alike(groups[0], own_q, own_k, own_v, scale)
+            outs = self._attend_equal_groups(groups[0], own_q, own_k, own_v, scale)
             parts += [out[0] for out in outs] if len(groups) == 1 else [torch.cat(outs, 1).flatten(0, 1)]
         return (torch.cat(parts) if len(parts) > 1 else parts[0]).unsqueeze(0)
 
     def _runs(self) -> list[list[PackedGroup]]:
-        """Neighbors of the same lengths, which are attended to at once."""
+        """Return runs of neighboring groups of equal lengths, which are computed in one call."""
         if self._neighbors is None:
             shapes = groupby(self.groups, lambda group: (group.prompt, group.responses))
             self._neighbors = [list(groups) for _, groups in shapes]
         return self._neighbors
 
-    def _alike(self, group: PackedGroup, q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[Tensor]:
-        """Outputs `[group token head channel]` of groups that have the lengths of this one: prompts, then responses."""
+    def _attend_equal_groups(self, group: PackedGroup, q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[Tensor]:
+        """Return outputs `[group token head head_dim]` of groups with these lengths: of prompts, then of responses."""
         prompt, repeat = group.prompt, q.shape[2] // k.shape[2]
         (pq, rq), (pk, rk), (pv, rv) = (x.split([prompt, x.shape[1] - prompt], 1) for x in (q, k, v))
         wide_k, wide_v = ((x.repeat_interleave(repeat, 2) if repeat > 1 else x).transpose(1, 2) for x in (pk, pv))
@@ -124,7 +124,7 @@ class PackedLayout:
         even = min(group.responses) == width
         if even:
             rq, rk, rv = (x.unflatten(1, (count, width)) for x in (rq, rk, rv))
-        else:  # [group response token head channel]
+        else:  # [group response token head head_dim]
             grid, inside = self._grid(group, q.device)
             rq, rk, rv = (x.index_select(1, grid).unflatten(1, (count, width)) for x in (rq, rk, rv))
         seen_k, seen_v = _prompt_then_response(pk, rk, repeat), _prompt_then_response(pv, rv, repeat)
@@ -135,7 +135,7 @@ class PackedLayout:
         return [own.transpose(1, 2), out]
 
     def _bias(self, prompt: int, q: Tensor) -> Tensor:
-        """0 for what each token of a response sees, −∞ for the rest. Layers share it, so that autograd keeps one."""
+        """Return the attention bias of responses: 0 or −∞. All layers share it, so that autograd saves only one."""
         key = (prompt, q.shape[2])
         if key not in self._biases:
             seen = torch.ones(q.shape[2], prompt + q.shape[2], dtype=torch.bool, device=q.device).tril(prompt)
@@ -143,7 +143,7 @@ class PackedLayout:
         return self._biases[key]
 
     def _grid(self, group: PackedGroup, device: torch.device) -> tuple[Tensor, Tensor]:
-        """For each response the indices of its tokens, padded with its last; and the places that are not padding."""
+        """Return the token indices of each response, padded with its last token, and the positions without padding."""
         if group not in self._grids:
             lengths = torch.tensor(group.responses, device=device)
             starts = lengths.cumsum(0) - lengths
@@ -155,10 +155,10 @@ class PackedLayout:
 
 
 def _prompt_then_response(prompt: Tensor, own: Tensor, repeat: int) -> Tensor:
-    """What each response sees, `[response head token channel]`: its prompt's keys or values and then its own.
+    """Return the keys or values that each response attends to, `[response head token head_dim]`.
 
-    Of a prompt `[group token head channel]` and responses `[group response token head channel]`; every head stands
-    there for as many query heads as share it.
+    They are those of the prompt `[group token head head_dim]` followed by those of the response `[group response token
+    head head_dim]`, repeated for the query heads that share a KV head.
     """
     groups, count, _, heads, channel = own.shape
     both = (prompt.unsqueeze(1).expand(-1, count, -1, -1, -1), own)
@@ -166,21 +166,21 @@ def _prompt_then_response(prompt: Tensor, own: Tensor, repeat: int) -> Tensor:
     return torch.cat(wide, 4).flatten(2, 3).flatten(0, 1)
 
 
-# ---- a packed row in one fused call, on a GPU ------------------------------------------------------
+# ---- a packed row in one call of variable-length attention, on a GPU --------------------------------
 #
-# Flash attention (in float32: memory-efficient attention) knows segments of queries, each with a segment of keys, and
-# lets the last query see the last key. So a prompt is a segment that sees itself, and a response one whose keys are its
-# prompt's and then its own:
+# Variable-length flash attention (in float32: memory-efficient attention) takes segments of queries, each with a
+# segment of keys, and aligns the causal mask to the last query and key. So a prompt is a segment that attends to
+# itself, and the keys of a response segment are those of its prompt followed by its own:
 #
 #     queries   p p p | a a a a | b b            one group: a prompt of 3 tokens, responses of 4 and 2
 #     keys      p p p | p p p a a a a | p p p b b
 #
-# Only keys and values are laid out again, and with few key-value heads they are small. Their gradients come back
-# summed in float32 over all the places where a prompt was seen.
+# Only keys and values are copied, and with few KV heads they are small. Their gradients are summed in float32 over all
+# copies of a prompt.
 
 
 def varlen_kernel(q: Tensor) -> type[FlashVarlen] | type[EfficientVarlen] | None:
-    """The fused kernel for these queries, if there is one."""
+    """Return the fused kernel for these queries, or None."""
     if not q.is_cuda or q.shape[-1] % 8 or not _is_ampere(q.device):
         return None
     if q.dtype in (torch.bfloat16, torch.float16):
@@ -190,29 +190,29 @@ def varlen_kernel(q: Tensor) -> type[FlashVarlen] | type[EfficientVarlen] | None
 
 @cache
 def _is_ampere(device: torch.device) -> bool:
-    """Is the card of that generation or a later one?"""
+    """Return whether the GPU is of the Ampere generation or later."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @dataclass(frozen=True)
 class VarlenSegments:
-    """Where the segments of a packed row begin and end, on the device."""
+    """Segments of a packed row, as variable-length attention takes them, on the device."""
 
-    queries: Tensor
-    """Where each segment's queries begin, and where the last ones end."""
-    keys: Tensor
-    longest_query: int
-    longest_key: int
-    seen: Tensor
-    """Which token of the row each key is."""
-    own: Tensor
-    """For every token of the row, the key that it is to itself."""
-    again: Tensor
-    """The keys that stand for a prompt's token once more."""
+    cu_seqlens_q: Tensor
+    """Cumulative lengths of the query segments, from 0."""
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    key_tokens: Tensor
+    """The token of the row that each key belongs to."""
+    own_keys: Tensor
+    """For each token of the row, its key in its own segment."""
+    repeated_keys: Tensor
+    """The keys that are further copies of a prompt token."""
 
     @classmethod
     def of(cls, groups: Sequence[PackedGroup], device: torch.device) -> VarlenSegments:
-        segments: list[tuple[int, int, int]] = []  # keys of the prompt before its own, where that begins, its queries
+        segments: list[tuple[int, int, int]] = []
         for group in groups:
             segments.append((0, group.start, group.prompt))
             segments += [(group.prompt, group.start, length) for length in group.responses]
@@ -225,26 +225,26 @@ class VarlenSegments:
         seen = torch.where(is_again, begin[segment], own_begin) + offset
         query_ends, key_ends = (torch.tensor([0, *accumulate(n.tolist())], dtype=torch.int32) for n in (queries, keys))
         return cls(
-            queries=to_device_async(query_ends, device),
-            keys=to_device_async(key_ends, device),
-            longest_query=int(queries.max()),
-            longest_key=int(keys.max()),
-            seen=to_device_async(seen, device),
-            own=to_device_async((~is_again).nonzero().flatten(), device),
-            again=to_device_async(is_again.nonzero().flatten(), device),
+            cu_seqlens_q=to_device_async(query_ends, device),
+            cu_seqlens_k=to_device_async(key_ends, device),
+            max_seqlen_q=int(queries.max()),
+            max_seqlen_k=int(keys.max()),
+            key_tokens=to_device_async(seen, device),
+            own_keys=to_device_async((~is_again).nonzero().flatten(), device),
+            repeated_keys=to_device_async(is_again.nonzero().flatten(), device),
         )
 
 
 class VarlenAttention(torch.autograd.Function):
-    """Outputs `[position head channel]` for queries, keys and values `[position head channel]` of one row.
+    """Attention of one packed row; queries, keys, values and outputs are `[position head head_dim]`.
 
-    `ops`: `Flash` or `Efficient`.
+    `ops`: `FlashVarlen` or `EfficientVarlen`.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: VarlenSegments, scale: float, ops: Any) -> Tensor:
-        k_seen, v_seen = k[spans.seen], v[spans.seen]
-        out, more = ops.forward(q, k_seen, v_seen, spans, scale)
+        k_copies, v_copies = k[spans.key_tokens], v[spans.key_tokens]
+        out, more = ops.forward(q, k_copies, v_copies, spans, scale)
         ctx.save_for_backward(q, k, v, out, *more)
         ctx.spans, ctx.scale, ctx.ops = spans, scale, ops
         return out
@@ -253,28 +253,28 @@ class VarlenAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, out, *more = ctx.saved_tensors
         spans = ctx.spans
-        k_seen, v_seen = k[spans.seen], v[spans.seen]
-        dq, dk, dv = ctx.ops.backward(grads[0], q, k_seen, v_seen, out, more, spans, ctx.scale)
+        k_copies, v_copies = k[spans.key_tokens], v[spans.key_tokens]
+        dq, dk, dv = ctx.ops.backward(grads[0], q, k_copies, v_copies, out, more, spans, ctx.scale)
         return dq, _sum_repeated_grads(dk, spans), _sum_repeated_grads(dv, spans), None, None, None
 
 
 def _sum_repeated_grads(grad: Tensor, spans: VarlenSegments) -> Tensor:
-    """Gradients of keys back at the tokens that they are, in float32 where a prompt's token is seen many times."""
-    total = grad[spans.own].to(torch.promote_types(grad.dtype, torch.float32))
-    total.index_add_(0, spans.seen[spans.again], grad[spans.again].to(total.dtype))
+    """Sum the gradients of all copies of each token; copies of prompt tokens are summed in float32."""
+    total = grad[spans.own_keys].to(torch.promote_types(grad.dtype, torch.float32))
+    total.index_add_(0, spans.key_tokens[spans.repeated_keys], grad[spans.repeated_keys].to(total.dtype))
     return total.to(grad.dtype)
 
 
 class FlashVarlen:
-    """torch's own flash attention, in the form for segments of various lengths."""
+    """Variable-length flash attention of PyTorch."""
 
-    captured = True
+    supports_cuda_graphs = True
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, spans: VarlenSegments, scale: float) -> tuple[Tensor, list[Tensor]]:
-        ends = (spans.queries, spans.keys, spans.longest_query, spans.longest_key)
+        lengths = (spans.cu_seqlens_q, spans.cu_seqlens_k, spans.max_seqlen_q, spans.max_seqlen_k)
         out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *ends, 0.0, True, False, scale=scale
+            q, k, v, *lengths, 0.0, True, False, scale=scale
         )
         return out, [lse, state, unused]
 
@@ -290,29 +290,29 @@ class FlashVarlen:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         lse, state, unused = more
-        ends = (spans.queries, spans.keys, spans.longest_query, spans.longest_key)
+        lengths = (spans.cu_seqlens_q, spans.cu_seqlens_k, spans.max_seqlen_q, spans.max_seqlen_k)
         return torch.ops.aten._flash_attention_backward(
-            grad.contiguous(), q, k, v, out, lse, *ends, 0.0, True, state, unused, scale=scale
+            grad.contiguous(), q, k, v, out, lse, *lengths, 0.0, True, state, unused, scale=scale
         )
 
 
 class EfficientVarlen:
-    """torch's memory-efficient attention, which knows float32 too. Each query head has keys of its own here."""
+    """Variable-length memory-efficient attention of PyTorch, which supports float32; KV heads are repeated."""
 
-    captured = False
-    """Was it tried in a captured graph, with empty segments?"""
+    supports_cuda_graphs = False
+    """Not tested in a CUDA graph with empty segments."""
     aten: Any = torch.ops.aten
     BOTTOM_RIGHT = 2
-    """torch's number for a causal mask in which the last query sees the last key."""
+    """Mask type: causal, aligned to the last query and the last key."""
 
     @classmethod
     def forward(
         cls, q: Tensor, k: Tensor, v: Tensor, spans: VarlenSegments, scale: float
     ) -> tuple[Tensor, list[Tensor]]:
         rows = [x.unsqueeze(0) for x in (q, _repeat_kv(k, q), _repeat_kv(v, q))]
-        ends = (spans.queries, spans.keys, spans.longest_query, spans.longest_key)
+        lengths = (spans.cu_seqlens_q, spans.cu_seqlens_k, spans.max_seqlen_q, spans.max_seqlen_k)
         out, lse, *state, _, _ = cls.aten._efficient_attention_forward(
-            *rows, None, *ends, 0.0, cls.BOTTOM_RIGHT, True, scale=scale
+            *rows, None, *lengths, 0.0, cls.BOTTOM_RIGHT, True, scale=scale
         )
         return out[0], [lse, *state]
 
@@ -329,12 +329,12 @@ class EfficientVarlen:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         lse, *state = more
-        ends = (spans.queries, spans.keys, spans.longest_query, spans.longest_key)
+        lengths = (spans.cu_seqlens_q, spans.cu_seqlens_k, spans.max_seqlen_q, spans.max_seqlen_k)
         grad, q, wide_k, wide_v, out = (
             x.unsqueeze(0) for x in (grad.contiguous(), q, _repeat_kv(k, q), _repeat_kv(v, q), out)
         )
         dq, dk, dv, _ = cls.aten._efficient_attention_backward(
-            *(grad, q, wide_k, wide_v, None, out, *ends, lse, 0.0, *state, cls.BOTTOM_RIGHT, False),
+            *(grad, q, wide_k, wide_v, None, out, *lengths, lse, 0.0, *state, cls.BOTTOM_RIGHT, False),
             scale=scale,
             num_splits_key=1,
         )
@@ -342,5 +342,5 @@ class EfficientVarlen:
 
 
 def _repeat_kv(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values `[key head channel]`, repeated for the query heads that share them."""
+    """Repeat the heads of keys or values `[key head head_dim]` for the query heads that share them."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], 1)

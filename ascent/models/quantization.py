@@ -1,15 +1,14 @@
-"""Frozen matrices in 4 bits, below LoRA's adapters: NF4, as in QLoRA (Dettmers et al. 2023).
+"""4-bit quantization (NF4) of the frozen weights below LoRA adapters, as in QLoRA (Dettmers et al. 2023).
 
-A row is cut into blocks of 64 numbers, and a number is kept as the nearest of 16 levels:
+A row is divided into blocks of 64 weights, and each weight is stored as the nearest of 16 levels:
 
     w ≈ level[k] · scale,   scale = the largest |w| of its block
 
-That takes 4 bits per number and 32 per block, 4.5 in all. The levels are quantiles of a normal distribution, so that
-each is used about as often as the others. For a product the numbers are made again in the precision of the model, and
-are thrown away after it: sampler, learner and backward pass all compute with the same ones.
+That takes 4 bits per weight and 32 per block: 4.5 bits per weight. The levels are quantiles of a normal distribution,
+so that each is used about equally often. Each matmul dequantizes the weights to the dtype of the model and discards
+them afterwards: sampling, training and the backward pass all use the same numbers.
 
-On a GPU bitsandbytes makes them, or multiplies without making them where it knows that to be faster. `dequantize` says
-what it computes, and stands in for it elsewhere.
+On a GPU bitsandbytes dequantizes, or multiplies directly where that is faster; `dequantize` is the PyTorch reference.
 """
 
 from __future__ import annotations
@@ -30,27 +29,31 @@ NF4_LEVELS = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 BYTES_PER_PARAMETER = 1 / 2 + 4 / QUANTIZATION_BLOCK
-"""Of a number, its share of the scale included."""
+"""Including the share of the scale."""
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Levels `[out in/2]`, two in a byte, the first in its upper half; and scales `[out in/64]`.
+    """Return level indices `[out in/2]`, two per byte with the first in the upper half, and scales `[out in/64]`.
 
-    Every device computes the same: the only operation that rounds is a division.
+    All devices compute the same, because the only operation that rounds is a division.
     """
     blocks = weight.detach().float().unflatten(-1, (-1, QUANTIZATION_BLOCK))
     scale = blocks.abs().amax(-1)
     levels = torch.tensor(NF4_LEVELS, device=weight.device)
-    between = (levels[1:] + levels[:-1]) / 2
-    shares = blocks / torch.where(scale == 0, 1.0, scale).unsqueeze(-1)
+    boundaries = (levels[1:] + levels[:-1]) / 2
+    normalized = blocks / torch.where(scale == 0, 1.0, scale).unsqueeze(-1)
     first, second = (
-        torch.bucketize(shares, between, out_int32=True).to(torch.uint8).flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
+        torch.bucketize(normalized, boundaries, out_int32=True)
+        .to(torch.uint8)
+        .flatten(-2)
+        .unflatten(-1, (-1, 2))
+        .unbind(-1)
     )
     return first << 4 | second, scale
 
 
 def dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers `[out in]`, multiplied in float32 and then rounded."""
+    """Return the weights `[out in]`, multiplied in float32 and then rounded."""
     if packed.is_cuda and dtype != torch.float64:
         shape = [packed.shape[0], 2 * packed.shape[1]]
         return torch.ops.bitsandbytes.dequantize_4bit(packed, scale, QUANTIZATION_BLOCK, "nf4", shape, dtype)
@@ -61,7 +64,7 @@ def dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def matmul_4bit(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x·Wᵀ + bias, in the type of x."""
+    """Return x·Wᵀ + bias in the dtype of x."""
     if x.is_cuda and x.dtype != torch.float64:
         shape = [packed.shape[0], 2 * packed.shape[1]]
         return torch.ops.bitsandbytes.gemm_4bit(x, packed, shape, scale, QUANTIZATION_BLOCK, "nf4", bias)
@@ -69,7 +72,7 @@ def matmul_4bit(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None) -
 
 
 class Linear4bit(nn.Linear):
-    """A frozen matrix that is kept in 4 bits; its bias is not. To peft it is a Linear like any other."""
+    """A frozen linear layer with a 4-bit weight; the bias is not quantized. peft treats it as an nn.Linear."""
 
     def __init__(self, linear: nn.Linear, device: torch.device, dtype: torch.dtype):
         nn.Module.__init__(self)
@@ -79,15 +82,15 @@ class Linear4bit(nn.Linear):
         self.scale = nn.Parameter(scale, requires_grad=False)
         bias = None if linear.bias is None else linear.bias.detach().to(device, dtype)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.room: Tensor | None = None
-        """Where the sampler copies adapters to (engines/language/adapters.py)."""
+        self.adapter_buffer: Tensor | None = None
+        """Memory for the sampler's copies of the adapters (lora.py)."""
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """Made anew at each look."""
+        """The dequantized weight, recomputed at each access."""
         return dequantize(self.packed, self.scale, self.dtype)
 
-    def product(self, x: Tensor) -> Tensor:
+    def matmul(self, x: Tensor) -> Tensor:
         return matmul_4bit(x, self.packed, self.scale, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,17 +98,17 @@ class Linear4bit(nn.Linear):
 
 
 def is_quantized(module: Any) -> TypeGuard[Linear4bit]:
-    """Is this a matrix in 4 bits?"""
+    """Return whether this is a 4-bit linear layer."""
     return hasattr(module, "packed")
 
 
 class _Frozen4bitFunction(torch.autograd.Function):
-    """y = x·Wᵀ + bias, ∂x = ∂y·W; nothing is kept for the way back."""
+    """y = x·Wᵀ + bias, ∂x = ∂y·W; the dequantized weight is not saved for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: Linear4bit) -> Tensor:
         ctx.matrix = matrix
-        return matrix.product(x)
+        return matrix.matmul(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -116,7 +119,7 @@ class _Frozen4bitFunction(torch.autograd.Function):
 
 
 def quantize_linears(model: Any, backbone: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Put the matrices of the backbone into 4 bits, on this device. Words and head stay as they are."""
+    """Quantize the linear layers of the backbone to 4 bits, on this device; embedding and head are not quantized."""
     if device.type == "cuda":
         _check_kernels(device)
     head = model.get_output_embeddings()
@@ -143,7 +146,7 @@ def _check_kernels(device: torch.device) -> None:
             torch.ones(1, 1, device=device),
             torch.float32,
         )
-    except Exception as error:  # missing, or made for other cards or another CUDA
+    except Exception as error:  # bitsandbytes is missing, or built for other GPUs or another CUDA version
         first = str(error).strip().splitlines()[:1]
         raise ConfigError(
             f"--policy.bits 4 on a GPU needs bitsandbytes: pip install 'ascent-rl[qlora]' ({type(error).__name__}: "
@@ -152,7 +155,7 @@ def _check_kernels(device: torch.device) -> None:
 
 
 def dequantize_linears(model: nn.Module) -> None:
-    """Put matrices in 4 bits back into ordinary ones, with the numbers that were computed with."""
+    """Replace 4-bit linear layers by ordinary ones with the dequantized weights."""
     for parent in list(model.modules()):
         for name, matrix in list(parent.named_children()):
             if is_quantized(matrix):
@@ -164,16 +167,16 @@ def dequantize_linears(model: nn.Module) -> None:
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Parameters of a model or of a part of it, as if none were packed."""
+    """Return the number of parameters of a module; a quantized weight counts as before its quantization."""
     return sum(p.numel() for p in unquantized_parameters(module)) + quantized_parameter_count(module)
 
 
 def quantized_parameter_count(module: nn.Module) -> int:
-    """Parameters that are in 4 bits."""
+    """Return the number of parameters in 4 bits."""
     return sum(2 * matrix.packed.numel() for matrix in module.modules() if is_quantized(matrix))
 
 
 def unquantized_parameters(module: nn.Module) -> list[Tensor]:
-    """The parameters but those that hold matrices in 4 bits."""
+    """Return the parameters except those that hold 4-bit weights."""
     inside = {id(p) for matrix in module.modules() if is_quantized(matrix) for p in (matrix.packed, matrix.scale)}
     return [p for p in module.parameters() if id(p) not in inside]

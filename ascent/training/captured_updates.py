@@ -57,12 +57,15 @@ def padded(ids: Tensor, positions: Tensor, groups: Sequence[PackedGroup], size: 
     for start in range(used, size.tokens, size.longest_query):
         every.append(PackedGroup(start, min(size.longest_query, size.tokens - start), ()))
     spans, missing = VarlenSegments.of(every, torch.device("cpu")), size.tokens - used
-    filler = spans.own[-1]  # the key of a padding token
+    filler = spans.own_keys[-1]  # the key of a padding token
     again = torch.full((size.keys - size.tokens,), int(filler))
-    again[: len(spans.again)] = spans.again
-    ends = [F.pad(x.long(), (0, size.segments + 1 - len(x)), value=int(x[-1])) for x in (spans.queries, spans.keys)]
-    seen = F.pad(spans.seen, (0, size.keys - len(spans.seen)))
-    return [F.pad(ids, (0, missing)), F.pad(positions, (0, missing)), *ends, seen, spans.own, again]
+    again[: len(spans.repeated_keys)] = spans.repeated_keys
+    ends = [
+        F.pad(x.long(), (0, size.segments + 1 - len(x)), value=int(x[-1]))
+        for x in (spans.cu_seqlens_q, spans.cu_seqlens_k)
+    ]
+    seen = F.pad(spans.key_tokens, (0, size.keys - len(spans.key_tokens)))
+    return [F.pad(ids, (0, missing)), F.pad(positions, (0, missing)), *ends, seen, spans.own_keys, again]
 
 
 class CapturedRow:

@@ -198,7 +198,7 @@ def test_the_rounding_of_a_norm_is_that_of_its_kind() -> None:
 @pytest.mark.parametrize(
     ("kind", "more", "why"),
     [
-        ("Phi3", {"partial_rotary_factor": 0.5}, "only a part of its channels"),
+        ("Phi3", {"partial_rotary_factor": 0.5}, "partial rotary embedding"),
         ("Olmo", {}, "norms have a bias, or no weight"),
         ("Cohere", {}, "scaled or capped"),
         ("Llama", {"hidden_act": "gelu"}, "neither SiLU nor GELU"),

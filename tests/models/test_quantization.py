@@ -172,7 +172,7 @@ def test_in_half_precision_sampler_and_learner_round_in_the_same_places() -> Non
     x = torch.randn(9, 64).bfloat16()
     copies = AdapterCopies()
     product = merge_linears([packed], copies)
-    copies.make()
+    copies.refresh()
     assert fuse_lora(packed) and fuse_lora(wide)
     assert torch.equal(product(x, decode_ops), packed(x)) and torch.equal(packed(x), wide(x))
     grads = []

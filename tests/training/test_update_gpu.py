@@ -65,12 +65,12 @@ def test_segments_see_what_groups_see(kind: str, monkeypatch: pytest.MonkeyPatch
 def test_the_segments_of_a_row() -> None:
     """A prompt of 3 with responses of 2 and 1, then a prompt of 2 alone: derived by hand."""
     spans = VarlenSegments.of([PackedGroup(0, 3, (2, 1)), PackedGroup(6, 2, ())], torch.device("cpu"))
-    assert spans.queries.tolist() == [0, 3, 5, 6, 8]
-    assert spans.keys.tolist() == [0, 3, 8, 12, 14]
-    assert spans.seen.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7]
-    assert spans.own.tolist() == [0, 1, 2, 6, 7, 11, 12, 13]
-    assert spans.again.tolist() == [3, 4, 5, 8, 9, 10]
-    assert (spans.longest_query, spans.longest_key) == (3, 5)
+    assert spans.cu_seqlens_q.tolist() == [0, 3, 5, 6, 8]
+    assert spans.cu_seqlens_k.tolist() == [0, 3, 8, 12, 14]
+    assert spans.key_tokens.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7]
+    assert spans.own_keys.tolist() == [0, 1, 2, 6, 7, 11, 12, 13]
+    assert spans.repeated_keys.tolist() == [3, 4, 5, 8, 9, 10]
+    assert (spans.max_seqlen_q, spans.max_seqlen_k) == (3, 5)
 
 
 @on_gpu
