@@ -212,7 +212,7 @@ class VarlenSegments:
 
     @classmethod
     def of(cls, groups: Sequence[PackedGroup], device: torch.device) -> VarlenSegments:
-        segments: list[tuple[int, int, int]] = []
+        segments: list[tuple[int, int, int]] = []  # prompt keys before its own keys, start of its group, queries
         for group in groups:
             segments.append((0, group.start, group.prompt))
             segments += [(group.prompt, group.start, length) for length in group.responses]
