@@ -187,7 +187,12 @@ def test_parameters_are_counted_as_if_none_were_packed() -> None:
     plain, lm = model_of("Qwen2", **WIDE), packed_model("Qwen2")
     adapters = sum(p.numel() for p in lm.trained().values())
     assert parameter_count(lm.model) - adapters == parameter_count(plain.model)
-    assert quantized_parameter_count(lm.model) == shape_of(plain.model).quantizable > 0 == quantized_parameter_count(plain.model)
+    assert (
+        quantized_parameter_count(lm.model)
+        == shape_of(plain.model).quantizable
+        > 0
+        == quantized_parameter_count(plain.model)
+    )
     work = ([4], [[3, 2]])
     less = update_operations(plain, *work)[0]
     assert update_operations(lm, *work)[0] == less + 6 * adapters * 9

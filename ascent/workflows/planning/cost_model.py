@@ -65,7 +65,9 @@ class GpuCostModel:
     @property
     def parameter_bytes(self) -> int:
         """Bytes of the model's parameters."""
-        return 2 * (self.shape.num_parameters - self.quantized_parameters) + int(BYTES_PER_PARAMETER * self.quantized_parameters)
+        return 2 * (self.shape.num_parameters - self.quantized_parameters) + int(
+            BYTES_PER_PARAMETER * self.quantized_parameters
+        )
 
     @property
     def dequantize_seconds(self) -> float:
