@@ -433,13 +433,13 @@ def test_kernels_that_do_not_compile_are_left_alone(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.ones(16))
     monkeypatch.setattr(kernels, "import_module", lambda _: SimpleNamespace(add=add))
-    for cached in (kernels.load_kernels, kernels._works):
+    for cached in (kernels.load_kernels, kernels._triton_works):
         cached.cache_clear()
     try:
         with pytest.warns(UserWarning, match=r"does not work here \(Failed to find C compiler\)"):
             assert kernels.load_kernels("triton_lm_head") is None
     finally:
-        for cached in (kernels.load_kernels, kernels._works):
+        for cached in (kernels.load_kernels, kernels._triton_works):
             cached.cache_clear()
 
 

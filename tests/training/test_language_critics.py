@@ -52,7 +52,7 @@ def test_the_packed_road_has_the_values_and_gradients_of_the_plain_one(
     """On padded prompts and responses, an empty one among them, in segments as on a GPU and in micro-batches."""
     want: tuple[Tensor, Tensor, list[Tensor]] | None = None
     for shares, fused, budget in ((False, None, 0), (True, None, 0), (True, FlashFormulas, 30)):
-        monkeypatch.setattr(packing, "Packed", lambda groups, fused=fused: PackedLayout(groups, fused=fused))
+        monkeypatch.setattr(packing, "PackedLayout", lambda groups, fused=fused: PackedLayout(groups, fused=fused))
         lm = model_of(kind)
         lm.shares = shares
         batch = awkward(lm)

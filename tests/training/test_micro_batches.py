@@ -160,7 +160,7 @@ def test_a_card_takes_what_it_should_hold(monkeypatch: pytest.MonkeyPatch) -> No
     assert repeat_bytes(lm, flash=True) == 2 * 8 * (5 * 4 + 4) + 4 * 4 * 8 * 4 + 24
     monkeypatch.setattr(planning, "activation_bytes_per_token", lambda _: 3 * layer)
     monkeypatch.setattr(type(lm), "device", torch.device("cuda"))
-    monkeypatch.setattr(planning, "segment_kernel", lambda _: None)
+    monkeypatch.setattr(planning, "varlen_kernel", lambda _: None)
     assert bytes_per_token(lm, False) == 4 * layer and bytes_per_token(lm, True) == 2 * layer + 3 * 4 * 32
     state = 18 * sum(p.numel() for p in lm.model.parameters()) + head_bytes(lm)
     card = type("Card", (), {"total_memory": state + 100 * 4 * layer})()

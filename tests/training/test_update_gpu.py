@@ -51,7 +51,7 @@ def test_segments_see_what_groups_see(kind: str, monkeypatch: pytest.MonkeyPatch
     lm = model_of(kind)
     batch, found = awkward(lm), []
     for fused in (None, FlashFormulas):
-        monkeypatch.setattr(packing, "Packed", lambda groups, fused=fused: PackedLayout(groups, fused=fused))
+        monkeypatch.setattr(packing, "PackedLayout", lambda groups, fused=fused: PackedLayout(groups, fused=fused))
         lm.model.zero_grad()
         with packed_attention_enabled(lm.model):
             hidden = hidden_states(lm, batch)
