@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ascent.inference.scheduler import Scheduler
 from ascent.inference.sequence import Sequence
-from ascent.models.packed_attention import VarlenSegments, varlen_kernel, to_device_async
+from ascent.models.packed_attention import VarlenSegments, to_device_async, varlen_kernel
 from ascent.ops.paged_kv_cache import PagedKVCache, TensorPair
 
 DENSE = 0.75
@@ -194,7 +194,9 @@ class BlockGroup:
         self.readers = None if readers == every else table
         """`[page·reader]` rows; None: all, in their order."""
         self.places = (
-            None if where == every and len(readers) == rows else to_device_async(torch.tensor(where).clamp(min=0), device)
+            None
+            if where == every and len(readers) == rows
+            else to_device_async(torch.tensor(where).clamp(min=0), device)
         )
         """`[level·row]`: where among `[page·reader]` a row has its part of a level; None: in order."""
         self.absent = to_device_async(torch.tensor(places) < 0, device)[..., None, None] if -1 in where else None

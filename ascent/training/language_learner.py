@@ -20,7 +20,7 @@ from ascent.distributed.ranks import SINGLE_PROCESS
 from ascent.models.causal_lm import LanguageModel
 from ascent.models.fused_layers import fuse_layers
 from ascent.models.lm_head import LMHead, token_stats
-from ascent.models.packed_attention import FlashVarlen, packed_attention_enabled, varlen_kernel, to_device_async
+from ascent.models.packed_attention import FlashVarlen, packed_attention_enabled, to_device_async, varlen_kernel
 from ascent.ops.cuda_graphs import CudaGraphs
 from ascent.training.captured_updates import Captured, captured_tokens
 from ascent.training.compact_adamw import CompactAdamW, to_compact_state, to_float32_state

@@ -17,7 +17,15 @@ from ascent.models import LanguageModel
 from ascent.models.causal_lm import CausalLM
 from ascent.models.decoder_model import DecoderModel
 from ascent.models.fused_layers import fuse_layers
-from ascent.models.lora import LoraAdapter, AdapterCopies, _Adapted, merge_linears, fuse_lora, randomized_adapters, unwrap_lora
+from ascent.models.lora import (
+    AdapterCopies,
+    LoraAdapter,
+    _Adapted,
+    fuse_lora,
+    merge_linears,
+    randomized_adapters,
+    unwrap_lora,
+)
 from ascent.ops import decode_ops
 from ascent.training.language_learner import LanguageLearner, load_params
 from tests.inference.test_cuda_graph_runner import DEVICE, decoder_of, drawn_by, needs_triton, same

@@ -18,7 +18,13 @@ from ascent.models import CausalLM, LanguageModel
 from ascent.models.causal_lm import is_mixed_precision, set_mixed_precision
 from ascent.models.fused_layers import ElementwiseReference, fuse_layers
 from ascent.models.lm_head import LMHead
-from ascent.models.packed_attention import VarlenAttention, EfficientVarlen, PackedGroup, VarlenSegments, packed_attention_enabled
+from ascent.models.packed_attention import (
+    EfficientVarlen,
+    PackedGroup,
+    VarlenAttention,
+    VarlenSegments,
+    packed_attention_enabled,
+)
 from ascent.training.language_learner import LanguageCritic
 from ascent.training.packing import hidden_states
 from benchmarks import rounding_gpu

@@ -40,7 +40,9 @@ WIDTHS = {"8 numbers": "-march=haswell", "4 numbers": "-march=x86-64"} if platfo
 
 @pytest.fixture(params=["as here", *WIDTHS])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    flags = tuple(WIDTHS.get(request.param, flag) if flag.startswith("-march") else flag for flag in cpu_kernels.COMPILER_FLAGS)
+    flags = tuple(
+        WIDTHS.get(request.param, flag) if flag.startswith("-march") else flag for flag in cpu_kernels.COMPILER_FLAGS
+    )
     found = cpu_kernels._load(flags)
     assert found is not None
     monkeypatch.setattr(cpu_kernels, "load_library", lambda: found)
@@ -185,7 +187,9 @@ def test_what_is_not_a_number_stays_in_its_row_whatever_its_bits(kernels: ctypes
     else:
         qkv[1, {"query": 4, "key": 20, "value": 36}[where]] = nan
     turn, one = (torch.ones(3, 16), torch.zeros(3, 16)), torch.ones(3, dtype=torch.long)
-    got = cpu_kernels.paged_attention(qkv, turn, 1.0, (keys, values), torch.arange(3)[:, None], (0 * one, 0 * one, 3 * one))
+    got = cpu_kernels.paged_attention(
+        qkv, turn, 1.0, (keys, values), torch.arange(3)[:, None], (0 * one, 0 * one, 3 * one)
+    )
     assert got.isnan().any(-1).tolist() == [False, True, False]
 
 
@@ -242,7 +246,9 @@ def test_gates_and_their_slopes(kernels: ctypes.CDLL, count: int) -> None:
     want = F.silu(wide[0]) * wide[1]
     close(cpu_kernels.ElementwiseKernels.swiglu(gate, up), want)
     for got, slope in zip(
-        cpu_kernels.ElementwiseKernels.swiglu_backward(grad, gate, up), torch.autograd.grad(want, wide, grad.double()), strict=True
+        cpu_kernels.ElementwiseKernels.swiglu_backward(grad, gate, up),
+        torch.autograd.grad(want, wide, grad.double()),
+        strict=True,
     ):
         close(got, slope)
 
@@ -290,7 +296,12 @@ def test_slopes_have_the_same_bits_with_any_threads(kernels: ctypes.CDLL) -> Non
             z = randn(40, 3000, seed=3)
             out, r = cpu_kernels.rms_norm(x, weight, 1e-5)
             found.append(
-                [out, *cpu_kernels.rms_norm_backward(grad, x, weight, r), *cpu_kernels.softmax_logprobs_(z, torch.arange(40)), z]
+                [
+                    out,
+                    *cpu_kernels.rms_norm_backward(grad, x, weight, r),
+                    *cpu_kernels.softmax_logprobs_(z, torch.arange(40)),
+                    z,
+                ]
             )
     finally:
         torch.set_num_threads(before)
@@ -346,9 +357,9 @@ def test_targets_of_every_type_and_shapes_that_do_not_belong_together(kernels: c
 def test_numbers_that_lie_elsewhere_are_not_for_them() -> None:
     with FakeTensorMode():
         assert not cpu_kernels.is_supported(torch.empty(3))
-    assert cpu_kernels.is_supported(torch.empty(3), torch.nn.Parameter(torch.empty(3))) and not cpu_kernels.is_supported(
-        torch.empty(3).double()
-    )
+    assert cpu_kernels.is_supported(
+        torch.empty(3), torch.nn.Parameter(torch.empty(3))
+    ) and not cpu_kernels.is_supported(torch.empty(3).double())
 
 
 def test_log_probs_beside_an_exact_kl_have_the_bits_of_those_alone(kernels: ctypes.CDLL) -> None:
@@ -367,7 +378,10 @@ def test_log_probs_beside_an_exact_kl_have_the_bits_of_those_alone(kernels: ctyp
 def test_a_gradient_takes_them_and_is_that_without_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm, found, called = ALGORITHMS["dr-grpo"], [], set()
     turning = [(cpu_kernels.ElementwiseKernels, name) for name in ("swiglu", "swiglu_backward", "rope")]
-    for where, name in [*turning, *((cpu_kernels, name) for name in ("rms_norm", "rms_norm_backward", "softmax_logprobs_"))]:
+    for where, name in [
+        *turning,
+        *((cpu_kernels, name) for name in ("rms_norm", "rms_norm_backward", "softmax_logprobs_")),
+    ]:
         plain = getattr(where, name)
         monkeypatch.setattr(where, name, lambda *x, name=name, plain=plain: called.add(name) or plain(*x))
     for _ in range(2):

@@ -245,7 +245,10 @@ class CudaGraphRunner:
         with randomized_adapters(self.lm.model), packed_attention_enabled(self.lm.model):
             self.prepare(2, len(pages), before + own, 8)
             board = self.decode_state
-            row, positions = PackedLayout([PackedGroup(0, 12, ()), PackedGroup(12, 12, ())]), torch.arange(12, device=device).repeat(2)
+            row, positions = (
+                PackedLayout([PackedGroup(0, 12, ()), PackedGroup(12, 12, ())]),
+                torch.arange(12, device=device).repeat(2),
+            )
             want = self.lm.hidden(ids.to(device).view(1, -1), positions[None], row).view(2, 12, -1)[:, 5:]
             apart = []
             for i in range(2):

@@ -25,7 +25,7 @@ from ascent.inference.sequence import Sequence
 from ascent.models.causal_lm import LanguageModel
 from ascent.models.decoder_model import MAX_HIDDEN_ERROR, DecoderModel, Layer, UnsupportedArchitectureError, norm_heads
 from ascent.models.lm_head import LMHead
-from ascent.models.lora import AdapterCopies, register_adapter_copies, randomized_adapters, unwrap_lora
+from ascent.models.lora import AdapterCopies, randomized_adapters, register_adapter_copies, unwrap_lora
 from ascent.models.packed_attention import PackedGroup, PackedLayout, packed_attention_enabled
 from ascent.models.quantization import is_quantized
 from ascent.ops import cpu_kernels, decode_ops
@@ -194,7 +194,9 @@ class PackedCpuModel:
 
     def decoding(self, pages: int, size: int) -> RowwiseDecodeLayout | DecodeLayout:
         """The layout of a step, with so many pages of this size."""
-        by_row = cpu_kernels.is_supported(self.net.embedding) and cpu_kernels.supports_attention(self.net.head_dim, size)
+        by_row = cpu_kernels.is_supported(self.net.embedding) and cpu_kernels.supports_attention(
+            self.net.head_dim, size
+        )
         cache = PagedKVCache(pages, size, by_row)
         return RowwiseDecodeLayout(cache) if by_row else DecodeLayout(cache, self.device)
 
@@ -265,7 +267,9 @@ class RowwiseDecodeLayout:
         channel = turn[0].shape[-1]
         like = qkv[:1, : heads * channel].view(1, heads, 1, channel)
         rows = (self.before, self.known, self.length)
-        return cpu_kernels.paged_attention(qkv, turn, scale, self.cache.layer_blocks(layer, like, like), self.table, rows)
+        return cpu_kernels.paged_attention(
+            qkv, turn, scale, self.cache.layer_blocks(layer, like, like), self.table, rows
+        )
 
 
 def _signed(cos: Tensor, sin: Tensor) -> TensorPair:
