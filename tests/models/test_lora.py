@@ -20,7 +20,7 @@ from ascent.models.fused_layers import fuse_layers
 from ascent.models.lora import (
     AdapterCopies,
     LoraAdapter,
-    _Adapted,
+    _LoraFunction,
     fuse_lora,
     merge_linears,
     randomized_adapters,
@@ -197,7 +197,7 @@ def test_the_learners_product_and_its_gradients_are_the_formulas() -> None:
     x, w, bias, a, b = (torch.randn(*s, dtype=torch.float64) for s in ((2, 5, 7), (6, 7), (6,), (3, 7), (6, 3)))
     mine = [t.clone().requires_grad_() for t in (x, a, b)]
     theirs = [t.clone().requires_grad_() for t in (x, a, b)]
-    got = _Adapted.apply(mine[0], w, bias, mine[1], mine[2], 0.7)
+    got = _LoraFunction.apply(mine[0], w, bias, mine[1], mine[2], 0.7)
     want = theirs[0] @ w.t() + bias + 0.7 * (theirs[0] @ theirs[1].t()) @ theirs[2].t()
     torch.testing.assert_close(got, want)
     pairs = zip(*(torch.autograd.grad(y.sin().sum(), ts) for y, ts in ((got, mine), (want, theirs))), strict=True)
