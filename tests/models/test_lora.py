@@ -116,7 +116,7 @@ def test_adapters_that_have_not_moved_are_compared_too(monkeypatch: pytest.Monke
         for name, p in lm.trained().items():
             p.mul_(0.0 if "lora_B" in name else 1.0)
     before = {name: p.clone() for name, p in lm.trained().items()}
-    monkeypatch.setattr(AdapterCopies, "make", lambda _: None)
+    monkeypatch.setattr(AdapterCopies, "refresh", lambda _: None)
     assert "compute something" in str(cuda_graph_runner(lm)[1])
     assert all(torch.equal(p, before[name]) for name, p in lm.trained().items())
 

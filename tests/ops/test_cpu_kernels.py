@@ -419,7 +419,7 @@ def test_positions_that_rows_share_are_turned_as_the_model_turns_them(
     q, k, cos, sin = randn(1, 4, 5, 16), randn(1, 2, 5, 16, seed=1), randn(1, 1, 16, seed=2), randn(1, 1, 16, seed=3)
     want = where.apply_rotary_pos_emb(q, k, cos, sin)
     with fused_rope(model):
-        assert where.apply_rotary_pos_emb.is_ours
+        assert where.apply_rotary_pos_emb.is_fused
         assert all(map(torch.equal, where.apply_rotary_pos_emb(q, k, cos, sin), want))
 
 
@@ -483,7 +483,7 @@ def test_which_machines_have_them_and_what_they_compile_for(
 ) -> None:
     on_machine(monkeypatch, machine, cpuinfo)
     assert cpu_kernels.can_compile() is used
-    flags = runpy.run_path(cpu_kernels.__file__)["FLAGS"]
+    flags = runpy.run_path(cpu_kernels.__file__)["COMPILER_FLAGS"]
     assert {flag for flag in flags if flag.startswith(("-m", "-fno-sched"))} == own and "-O3" in flags
     monkeypatch.setenv("ASCENT_NATIVE", "0")
     assert not cpu_kernels.can_compile()
