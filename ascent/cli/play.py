@@ -194,7 +194,7 @@ def take_turns(episode: PlayedEpisode, seed: int, terminal: Terminal, rewards: l
 
 
 def _next_step(pool: EnvironmentPool, turn: int) -> Step:
-    while not (replies := pool.answers(POLL_SECONDS)):
+    while not (replies := pool.wait_for_replies(POLL_SECONDS)):
         pass  # a deadline of the pool is a reply too
     if replies[0].step is None:
         when = f"in turn {turn}" if turn else "when it began"

@@ -1,12 +1,12 @@
 """Episodes in separate processes, forked from one that has loaded the environment: a failure ends only its episode.
 
-A call (begin or step) is sent and answered later: only `answers` waits. Each call has a time limit and gets one answer:
-a step, or a description of the error. The answers of an episode depend only on its problem, its two seeds and its
-actions. An episode that fails is over, and its process ends with all that it has started.
+A call (begin or step) is sent and answered later: only `wait_for_replies` waits. Each call has a time limit and gets
+one reply: a step, or a description of the error. The steps of an episode depend only on its problem, its two seeds and
+its actions. An episode that fails is over, and its process ends with all that it has started.
 
-`most` limits how many calls run at once; others wait in a queue, and their time limit starts when they leave it. The
-number of open episodes is not limited. An open episode uses one file descriptor here (512 fit under `ulimit -n 1024`)
-and two small processes.
+`max_active` limits how many calls run at once. Others wait in a queue, and their time limit starts when they leave it.
+The number of open episodes is not limited. An open episode uses one file descriptor here (512 fit under `ulimit -n
+1024`) and two small processes.
 
 The fork server starts on first use. If it dies it is restarted, and open episodes continue. Everything ends with
 `close`, when the pool is garbage-collected, and with this process however it ends. Only one thread may use a pool.
@@ -39,13 +39,13 @@ PROGRAM = "ascent.environments.episode_process:serve_episodes"
 
 
 class Reply(NamedTuple):
-    """What became of a call."""
+    """The result of a call."""
 
     episode: int
     step: Step | None
-    """None: it failed. To begin it is a step with the first observation, or with none."""
+    """None: the call failed. The step of `begin` has the first observation, or none."""
     error: str | None
-    """Why it failed, in words."""
+    """Why it failed."""
     seconds: float
     """The time that the environment took."""
 
@@ -53,17 +53,17 @@ class Reply(NamedTuple):
 class EpisodePool:
     """Episodes of one environment, each in its own process."""
 
-    def __init__(self, source: Source, limits: Limits, most: int = 64, what: str = "environment"):
-        """`what` is the word for the user code in error messages."""
-        self.what = what
+    def __init__(self, source: Source, limits: Limits, max_active: int = 64, kind: str = "environment"):
+        """`kind` is the word for the user code in error messages."""
+        self.kind = kind
         self.setup = (source.source, dict(source.settings), source.sent, CODE)
-        self.limits, self.most, self.owner = limits, most, os.getpid()
+        self.limits, self.max_active, self.owner = limits, max_active, os.getpid()
         self.episodes: dict[int, _Episode] = {}
         self.queue: deque[int] = deque()
         """Episodes whose call is not sent yet."""
         self.active: dict[int, _Episode] = {}
         """Episodes whose call is sent and not answered."""
-        self.done: list[Reply] = []
+        self.replies: list[Reply] = []
         self.server: ForkServer | None = None
         self.servers: list[ForkServer] = []
         """The fork server, and before it in the list those that died while their episodes continue."""
@@ -73,19 +73,19 @@ class EpisodePool:
 
     # ---- calls
 
-    def begin(self, episode: int, problem: Any, shared: int, own: int, seconds: float | None = None) -> None:
+    def begin(self, episode: int, problem: Any, group_seed: int, seed: int, seconds: float | None = None) -> None:
         """Begin an episode with the arguments of its `begin`.
 
-        Episodes of a group have the same `shared` seed, and so the same first observation. `seconds` is the time limit
+        Episodes of a group have the same `group_seed`, and so the same first observation. `seconds` is the time limit
         of each of its calls, if it differs from the pool's.
         """
         self._check_owner()
         if episode in self.episodes:
             raise ValueError(f"episode {episode} has begun already")
         self.episodes[episode] = _Episode(self.limits.seconds if seconds is None else seconds)
-        self._call(episode, "begin", (problem, shared, own))
+        self._call(episode, "begin", (problem, group_seed, seed))
 
-    def again(self, episode: int, problem: Any, shared: int, own: int, seconds: float) -> bool:
+    def reuse_process(self, episode: int, problem: Any, group_seed: int, seed: int, seconds: float) -> bool:
         """Begin another episode in the process of this one, which has ended well; False: the process is gone."""
         state = self.episodes.get(episode)
         if self.owner != os.getpid() or state is None or state.channel is None or state.is_called:
@@ -93,13 +93,13 @@ class EpisodePool:
         if not state.channel.is_silent:
             return False
         state.seconds = seconds
-        self._call(episode, "begin", (problem, shared, own))
+        self._call(episode, "begin", (problem, group_seed, seed))
         return True
 
     def step(self, episode: int, action: str) -> None:
         self._check_owner()
         if episode not in self.episodes:
-            self.done.append(Reply(episode, None, EPISODE_OVER, 0.0))
+            self.replies.append(Reply(episode, None, EPISODE_OVER, 0.0))
         elif self.episodes[episode].is_called:
             raise ValueError(f"episode {episode} has not answered yet")
         else:
@@ -112,25 +112,25 @@ class EpisodePool:
         state = self.episodes.pop(episode, None)
         if episode in self.queue:
             self.queue.remove(episode)
-        self.done = [answer for answer in self.done if answer.episode != episode]
+        self.replies = [reply for reply in self.replies if reply.episode != episode]
         if state is not None and state.channel is not None:
             state.channel.hang_up()
 
-    def answers(self, wait: float) -> list[Reply]:
+    def wait_for_replies(self, wait: float) -> list[Reply]:
         """Return the replies that have arrived; wait at most `wait` seconds for the first, if a call is open."""
         self._check_owner()
         until = time.monotonic() + wait
         while True:
             self._send_queued()
             deadlines = [waited.deadline for waited in (*self.active.values(), self.server) if waited is not None]
-            idle = self.done or not (self.active or self.queue)
+            idle = self.replies or not (self.active or self.queue)
             self._listen(0.0 if idle else min([until, *deadlines]) - time.monotonic())
             self._check_deadlines()
-            if self.done or idle or time.monotonic() >= until:
+            if self.replies or idle or time.monotonic() >= until:
                 break
         self._send_queued()
-        done, self.done = self.done, []
-        return done
+        replies, self.replies = self.replies, []
+        return replies
 
     def close(self) -> None:
         """End every episode and the fork server. Calls made afterwards start it again."""
@@ -151,7 +151,7 @@ class EpisodePool:
     def _forget(self) -> None:
         for container in (self.episodes, self.queue, self.active):
             container.clear()
-        self.done, self.server, self.deaths = [], None, 0
+        self.replies, self.server, self.deaths = [], None, 0
 
     def _call(self, episode: int, verb: str, arguments: tuple[Any, ...]) -> None:
         state = self.episodes[episode]
@@ -163,9 +163,9 @@ class EpisodePool:
         self._send_queued()
 
     def _send_queued(self) -> None:
-        """Send the calls at the front of the queue, up to `most` at once."""
+        """Send the calls at the front of the queue, up to `max_active` at once."""
         for _ in range(len(self.queue)):
-            if len(self.active) >= self.most:
+            if len(self.active) >= self.max_active:
                 return
             episode = self.queue.popleft()
             state = self.episodes[episode]
@@ -224,7 +224,7 @@ class EpisodePool:
             state.is_retried, state.channel = True, None
             self.queue.append(episode)
         elif channel.ended:
-            self._fail(episode, f"its {self.what} ended its process: {channel.ended}")
+            self._fail(episode, f"its {self.kind} ended its process: {channel.ended}")
 
     def _answer(self, episode: int, state: "_Episode", reply: dict[str, Any]) -> None:
         self.deaths = 0
@@ -238,16 +238,16 @@ class EpisodePool:
         else:
             state.line = b""
             del self.active[episode]
-            self.done.append(Reply(episode, step, None, seconds))
+            self.replies.append(Reply(episode, step, None, seconds))
 
     def _read_server(self, server: ForkServer) -> None:
         """Read what the fork server says. One that died is restarted once for the calls that wait."""
         if error := server.receive():
-            self._lose_server(f"its {self.what} cannot be loaded: {error}")
+            self._lose_server(f"its {self.kind} cannot be loaded: {error}")
         elif server.channel.ended:
             self.server, self.deaths = None, self.deaths + 1
             if self.deaths > 1:
-                self._lose_server(f"the process that makes its {self.what} ended twice: {server.channel.ended}")
+                self._lose_server(f"the process that makes its {self.kind} ended twice: {server.channel.ended}")
 
     def _lose_server(self, reason: str) -> None:
         self.server, self.deaths = None, 0
@@ -265,16 +265,16 @@ class EpisodePool:
         if self.server is not None and now >= self.server.deadline:
             self.server.end()
             self.servers.remove(self.server)
-            self._lose_server(f"the process that makes its {self.what} did not start within {START_SECONDS:g} s")
+            self._lose_server(f"the process that makes its {self.kind} did not start within {START_SECONDS:g} s")
 
     def _late(self, state: "_Episode") -> str:
-        return f"its {self.what} took longer than {state.seconds:g} s"
+        return f"its {self.kind} took longer than {state.seconds:g} s"
 
     def _fail(self, episode: int, error: str, seconds: float | None = None) -> None:
         """End the episode and its process with this error."""
         elapsed = time.monotonic() - self.episodes[episode].asked if episode in self.active else 0.0
         self.end(episode)
-        self.done.append(Reply(episode, None, error, elapsed if seconds is None else seconds))
+        self.replies.append(Reply(episode, None, error, elapsed if seconds is None else seconds))
 
 
 def _end_all(episodes: dict[int, "_Episode"], servers: list[ForkServer], owner: int) -> None:
@@ -313,11 +313,11 @@ class _Episode:
         return bool(self.line)
 
 
-def _parse_step(sent: Any) -> Step | None:
-    """A step as it was sent, if it has the fields of one."""
-    if not isinstance(sent, list) or [type(value) for value in sent[1:]] != [float, bool, str]:
+def _parse_step(message: Any) -> Step | None:
+    """Return the step that a process sent, if it is valid."""
+    if not isinstance(message, list) or [type(value) for value in message[1:]] != [float, bool, str]:
         return None
-    observation, reward, done, reason = sent
+    observation, reward, done, reason = message
     if not math.isfinite(reward) or abs(reward) > MAX_FLOAT32:
         return None
     if isinstance(observation, str):
@@ -334,44 +334,44 @@ def _parse_step(sent: Any) -> Step | None:
 
 
 class InProcessEpisodePool:
-    """The same for environments that are trusted, in this process: no limits, and every call is answered at once.
+    """The same for trusted environments, in this process: without limits, and every call is answered immediately.
 
-    Their seconds count as none, so that the records of a run are the same every time.
+    The reported time is 0, so that the records of a run are reproducible.
     """
 
     def __init__(self, make: Callable[[], Any]):
         self.make = make
         self.players: dict[int, EpisodePlayer] = {}
-        self.done: list[Reply] = []
+        self.replies: list[Reply] = []
 
-    def begin(self, episode: int, problem: Problem, shared: int, own: int) -> None:
+    def begin(self, episode: int, problem: Problem, group_seed: int, seed: int) -> None:
         if episode in self.players:
             raise ValueError(f"episode {episode} has begun already")
         self.players[episode] = EpisodePlayer(self.make)
-        self._call(episode, "begin", problem, shared, own)
+        self._call(episode, "begin", problem, group_seed, seed)
 
     def step(self, episode: int, action: str) -> None:
         if episode not in self.players:
-            self.done.append(Reply(episode, None, EPISODE_OVER, 0.0))
+            self.replies.append(Reply(episode, None, EPISODE_OVER, 0.0))
         else:
             self._call(episode, "step", action)
 
     def _call(self, episode: int, verb: str, *arguments: Any) -> None:
-        step, words = None, None
+        step, error_text = None, None
         try:
             step = getattr(self.players[episode], verb)(*arguments)
         except Exception as error:
-            words = replace_surrogates(describe_error(error))
-        if words is not None:
+            error_text = replace_surrogates(describe_error(error))
+        if error_text is not None:
             self.end(episode)
-        self.done.append(Reply(episode, step, words, 0.0))
+        self.replies.append(Reply(episode, step, error_text, 0.0))
 
-    def answers(self, wait: float) -> list[Reply]:
-        done, self.done = self.done, []
-        return done
+    def wait_for_replies(self, wait: float) -> list[Reply]:
+        replies, self.replies = self.replies, []
+        return replies
 
     def end(self, episode: int) -> None:
-        self.done = [answer for answer in self.done if answer.episode != episode]
+        self.replies = [reply for reply in self.replies if reply.episode != episode]
         player = self.players.pop(episode, None)
         with suppress(Exception):
             if player is not None:

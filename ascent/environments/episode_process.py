@@ -18,27 +18,26 @@ from ascent.tasks.environment import Environment, Step
 from ascent.tasks.text.text_task import Message
 
 MAX_OBSERVATION_CHARS = 100_000
-"""The most characters of an observation. What is longer is cut, and says so."""
+"""Limit of an observation in characters. A longer one is cut, with a note."""
 STEP_FORM = "a step is Step(observation, reward, done, reason)"
 
 
 class Source(NamedTuple):
-    """Where an environment's class is, and how an instance is made."""
+    """Where the class of an environment is, and the settings of an instance."""
 
     source: str
     """python:FILE:NAME or MODULE:NAME: an Environment, or a function that makes one."""
     settings: Mapping[str, Any] = {}
     """Keyword arguments of the instance."""
     sent: bytes | None = None
-    """The code itself, where it is an object of the parent's and lies in no file: pickled there, for this process
-    alone. It never comes from a run folder."""
+    """The pickled code, if it is an object of the owner without a file. It never comes from a run folder."""
 
 
 # ---- what an environment returns ----------------------------------------------------------------------
 
 
 def parse_step(returned: Any) -> Step:
-    """A Step, or a tuple of the same shape; an error that says what it was instead."""
+    """Return a Step from a Step or a tuple of the same shape; RewardCallError if it is neither."""
     if not isinstance(returned, tuple) or not 2 <= len(returned) <= 4:
         what = f"tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
         raise RewardCallError(f"step returned a {what}: {STEP_FORM}")
@@ -52,14 +51,14 @@ def parse_step(returned: Any) -> Step:
 
 
 def parse_observation(observation: Any) -> str | list[Message]:
-    """Words, or the messages of a chat, cut to what is allowed."""
+    """Return text or the messages of a chat, cut to the limit."""
     if isinstance(observation, str):
         return _cut(observation, MAX_OBSERVATION_CHARS)
     if not isinstance(observation, Sequence) or isinstance(observation, bytes | bytearray):
         raise RewardCallError(
             f"step returned a {type(observation).__name__} as its observation: it is text or a list of messages"
         )
-    room, messages = MAX_OBSERVATION_CHARS, list[Message]()
+    num_left, messages = MAX_OBSERVATION_CHARS, list[Message]()
     for message in observation:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise RewardCallError(f"step returned the message {message!r:.60}: a message has a role and a content")
@@ -67,20 +66,20 @@ def parse_observation(observation: Any) -> str | list[Message]:
             raise RewardCallError(
                 f"step returned a message with {odd[0]!r:.60} in it: its role, its content and the rest are text"
             )
-        messages.append({str(name): _cut(value, max(0, room)) for name, value in message.items()})
-        room -= sum(map(len, messages[-1].values()))
+        messages.append({str(name): _cut(value, max(0, num_left)) for name, value in message.items()})
+        num_left -= sum(map(len, messages[-1].values()))
     return messages
 
 
-def _cut(text: str, room: int) -> str:
-    return text if len(text) <= room else f"{text[:room]} … ({len(text) - room:,} more characters are left out)"
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit:,} more characters are left out)"
 
 
 # ---- the environment ----------------------------------------------------------------------------------
 
 
 def load_environment(source: Source) -> Callable[[], Environment]:
-    """What makes an instance for an episode."""
+    """Return a function that makes an instance for each episode."""
     code, name = load_code(source.source, source.sent), source.source.rpartition(":")[2]
     if not callable(code):
         raise RewardCallError(
@@ -99,18 +98,18 @@ def load_environment(source: Source) -> Callable[[], Environment]:
 
 
 class EpisodePlayer:
-    """One episode: its environment and its randomness."""
+    """One episode: its environment and its seeds."""
 
     def __init__(self, make: Callable[[], Environment]):
         self.make = make
         self.environment: Environment | None = None
 
-    def begin(self, problem: Any, shared: int, own: int) -> Step:
-        """What a group shares comes from one seed, everything later from another."""
-        rng = random.Random(shared)
+    def begin(self, problem: Any, group_seed: int, seed: int) -> Step:
+        """Begin with the seed that a group shares; everything later uses the seed of the episode."""
+        rng = random.Random(group_seed)
         self.environment = self.make()
         observation = self.environment.begin(problem, rng)
-        rng.seed(own)
+        rng.seed(seed)
         if not isinstance(observation, str | None):
             raise RewardCallError(f"begin returned a {type(observation).__name__}: it returns text, or None")
         return Step(_cut(observation or "", MAX_OBSERVATION_CHARS))

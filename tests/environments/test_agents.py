@@ -270,9 +270,9 @@ def test_two_threads_share_an_agent(agent: Agent) -> None:
 def test_an_outcome_goes_to_the_run_of_its_episode_though_another_has_heard_it(agent: Agent) -> None:
     assert isinstance(agent, PooledAgent)
     number = agent._begin(given("columns", worth=1, answer=""))  # of a run that has not looked yet
-    wait_until(lambda: agent._ended({}) or number in agent.outcomes)
+    wait_until(lambda: agent._wait_for_results({}) or number in agent.results)
     assert outcomes(agent, [given("columns", worth=2, answer="")]) == [AgentResult(2.0, "", {"length": 0.0})]
-    assert agent._ended({number: 0}) == [(number, AgentResult(1.0, "", {"length": 0.0}))]
+    assert agent._wait_for_results({number: 0}) == [(number, AgentResult(1.0, "", {"length": 0.0}))]
 
 
 def test_a_file_that_does_not_load_in_the_process_is_every_episodes_error(tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ def test_a_program_says_its_reward_in_its_last_line(folder: Path) -> None:
     whats: list[Any] = ["nothing", "environ", "fail", "flood", "odd", "leave"]
     asked = [given(what, seed=2) for what in whats]
     asked += [given("long", text="x" * 200_000)]
-    with closing(make_agent(f"command:{sys.executable} -IS {folder}/program.py", most=4)) as agent:
+    with closing(make_agent(f"command:{sys.executable} -IS {folder}/program.py", max_active=4)) as agent:
         made = outcomes(agent, asked)
         run = iter(agent.run([given("hang", file=str(pid)), given("nothing")]))
         assert next(run) == (1, AgentResult())
@@ -461,7 +461,7 @@ def test_the_policy_plays_a_server_of_openenv(world: str) -> None:
     assert [outcome.reward for outcome in made[:4]] == pytest.approx([1.0, 0.7, 0.0, 1.0])
     counts = [tuple(outcome.metrics.values()) for outcome in made[:4]]
     assert counts == [(1, 0), (2, 0), (3, 0), (1, 2)]
-    assert made[4].error == "the server of OpenEnv answered step with an error: it broke"
+    assert made[4].error == "the OpenEnv server answered step with an error: it broke"
     lost = next(body for body, key in zip(endpoint.bodies, keys_of(endpoint), strict=True) if key == "Bearer k2")
     assert lost["messages"] == [{"role": "user", "content": "Guess.\nThree tries."}]
     whole = [
@@ -554,11 +554,11 @@ def test_the_tasks_of_a_taskset_become_a_file_of_rows(environment: Path, tmp_pat
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert rows == [{"prompt": "x", "task": n} for n in range(3)] and capsys.readouterr().out.startswith("3 rows in")
     assert main(["rows", f"verifiers:guess:{environment}", str(tmp_path / "none.jsonl"), "--count", "0"]) == 2
-    assert "--count is 0: it has to be at least 1" in capsys.readouterr().err
+    assert "--count is 0: set 1 or more" in capsys.readouterr().err
     for wrong in (["command:ls", "x"], [f"verifiers:missing:{environment}", "x"], [f"verifiers:x:{tmp_path}", "x"]):
         assert main(["rows", *wrong]) == 2
     errors = capsys.readouterr().err
-    for words in ("only a taskset of verifiers has rows", "ModuleNotFoundError: no taskset", "`make verifiers`"):
+    for words in ("give a verifiers taskset", "ModuleNotFoundError: no taskset", "`make verifiers`"):
         assert words in errors
 
 

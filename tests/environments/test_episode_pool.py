@@ -293,7 +293,7 @@ def heard(pool: Any, count: int) -> dict[int, Reply]:
     """The next answers, by their episode."""
     answers: list[Reply] = []
     while len(answers) < count:
-        some = pool.answers(60.0)
+        some = pool.wait_for_replies(60.0)
         assert some, f"{count - len(answers)} are missing"
         answers += some
     assert len({answer.episode for answer in answers}) == len(answers) == count
@@ -397,7 +397,7 @@ def played(pool: Any, together: bool, count: int = 10) -> dict[tuple[int, int], 
 def test_answers_in_any_order_and_at_any_speed_are_the_same(pool: EpisodePool, odd: str) -> None:
     """Another warm process too: its sets have the same order."""
     one = played(pool, together=False)
-    with closing(EpisodePool(Source(odd.replace("Odd", "Slow")), LIMITS, most=3)) as slow:
+    with closing(EpisodePool(Source(odd.replace("Odd", "Slow")), LIMITS, max_active=3)) as slow:
         assert played(slow, together=True) == one
     assert all(answer.error is None for answer in one.values())
     assert [one[0, turn].step.done for turn in range(4)] == [False, False, False, True]  # type: ignore[union-attr]
@@ -418,7 +418,7 @@ def test_three_hundred_episodes_at_once_have_a_process_and_one_file_each(pool: E
 
 
 def test_calls_beyond_the_most_wait_and_parked_episodes_hold_nobody_up(pool: EpisodePool) -> None:
-    pool.most = 2
+    pool.max_active = 2
     begun(pool, 5)  # all are alive and none is asked anything
     for episode in range(5):
         pool.step(episode, "go")
@@ -428,17 +428,17 @@ def test_calls_beyond_the_most_wait_and_parked_episodes_hold_nobody_up(pool: Epi
     assert heard(pool, 3).keys() == {1, 2, 3}
     for episode in range(5):
         pool.end(episode)
-    pool.most = 64
+    pool.max_active = 64
 
 
 def test_an_episode_that_is_ended_in_the_middle_of_a_step_answers_no_more(pool: EpisodePool) -> None:
     begun(pool, 2)
     pool.step(0, "process")
-    (answer,) = pool.answers(60.0)
+    (answer,) = pool.wait_for_replies(60.0)
     assert answer.step is not None
     pid = int(str(answer.step.observation))
     pool.step(0, "hang")
-    assert pool.answers(0.0) == []
+    assert pool.wait_for_replies(0.0) == []
     pool.end(0)
     pool.end(0)
     pool.begin(0, Problem("begin: nothing"), 7, 0)  # its name is free again
@@ -448,7 +448,7 @@ def test_an_episode_that_is_ended_in_the_middle_of_a_step_answers_no_more(pool: 
     assert soon(lambda: gone(pid))
     pool.end(0)
     pool.end(1)
-    assert pool.answers(60.0) == [], "and where nothing was asked, nobody waits"
+    assert pool.wait_for_replies(60.0) == [], "and where nothing was asked, nobody waits"
 
 
 def test_what_an_episode_started_ends_with_it_and_its_environment_may_close(
@@ -469,7 +469,7 @@ def test_what_an_episode_started_ends_with_it_and_its_environment_may_close(
 
 def test_calls_that_nobody_can_answer(pool: EpisodePool, odd: str) -> None:
     pool.step(77, "go")
-    assert pool.answers(1.0) == [Reply(77, None, EPISODE_OVER, 0.0)]
+    assert pool.wait_for_replies(1.0) == [Reply(77, None, EPISODE_OVER, 0.0)]
     pool.begin(0, Problem("p", columns={"f": lambda: 1}), 7, 0)
     assert "cannot be sent" in str(heard(pool, 1)[0].error)
     begun(pool, 1)
@@ -488,7 +488,7 @@ def test_one_warm_process_that_dies_is_started_anew_and_episodes_go_on(pool: Epi
     for episode, action in enumerate(("kill the warm process", "go", "go")):
         pool.step(episode, action)
     assert heard(pool, 3)[0].step == Step("killed")
-    assert soon(lambda: pool.answers(0.0) == [] and pool.server is None)
+    assert soon(lambda: pool.wait_for_replies(0.0) == [] and pool.server is None)
     begun(pool, 1, first=3)
     assert pool.server is not first
     for episode in range(4):
@@ -560,7 +560,7 @@ def test_episodes_in_this_process_answer_the_same(pool: EpisodePool, odd: str) -
         assert answers[0].error is None and answers[2].step == GOOD["a tuple"]
         assert answers[1].step is None and re.search(BAD["crash"], str(answers[1].error))
         local.step(1, "go")
-        assert local.answers(60.0) == [Reply(1, None, EPISODE_OVER, 0.0)]
+        assert local.wait_for_replies(60.0) == [Reply(1, None, EPISODE_OVER, 0.0)]
         with pytest.raises(ValueError, match="has begun already"):
             local.begin(0, Problem("p"), 7, 0)
 
@@ -580,7 +580,7 @@ def test_a_closed_pool_leaves_nothing_though_everything_hangs_and_starts_again(o
         pool.close()
         assert kept.process.returncode == 0, "its keeper was done within its time, and nobody had to kill it"
         assert set(marked()) <= set(before)
-        assert pool.answers(0.0) == []
+        assert pool.wait_for_replies(0.0) == []
         assert begun(pool, 1)[0].error is None
 
 
@@ -643,11 +643,11 @@ for i in range(6):
     pool.begin(i, Problem("p"), 7, i)
 count = 0
 while count < 6:
-    count += len(pool.answers(60.0))
+    count += len(pool.wait_for_replies(60.0))
 for i, act in enumerate(acts):
     pool.step(i, act)
 while count < 8:
-    count += len(pool.answers(60.0))
+    count += len(pool.wait_for_replies(60.0))
 if os.fork() == 0:
     os.environ.clear()
     time.sleep(60)
@@ -714,7 +714,7 @@ def answered(pool: EpisodePool, reply: Any, before: Any = None) -> Reply:
             if isinstance(said, dict):
                 said = {k: pool.episodes[0].number if v == "NUMBER" else v for k, v in said.items()}
                 line.sendall(json.dumps(said).encode() + b"\n")
-        (found,) = pool.answers(5.0)
+        (found,) = pool.wait_for_replies(5.0)
     return found
 
 
@@ -750,9 +750,9 @@ def test_a_step_and_an_error_before_the_beginning(stand_in: EpisodePool) -> None
 def test_an_episode_that_was_never_made_is_asked_for_again_and_only_once(stand_in: EpisodePool) -> None:
     stand_in.begin(0, Problem("p"), 7, 0)
     StandInServer.made[0].take().close()
-    assert stand_in.answers(0.05) == [] and not stand_in.done
+    assert stand_in.wait_for_replies(0.05) == [] and not stand_in.replies
     StandInServer.made[0].take().close()
-    (found,) = stand_in.answers(5.0)
+    (found,) = stand_in.wait_for_replies(5.0)
     assert found.error == "its environment ended its process: it closed its pipe"
 
 
@@ -760,9 +760,9 @@ def test_a_warm_process_that_does_not_start_is_given_up(stand_in: EpisodePool, m
     monkeypatch.setattr(StandInServer, "starts", False)
     stand_in.begin(1, Problem("p"), 7, 0)
     (warm,) = StandInServer.made
-    assert stand_in.answers(0.0) == [] and not warm.ended
+    assert stand_in.wait_for_replies(0.0) == [] and not warm.ended
     warm.deadline = 0.0
-    (found,) = stand_in.answers(5.0)
+    (found,) = stand_in.wait_for_replies(5.0)
     words = f"the process that makes its environment did not start within {START_SECONDS:g} s"
     assert (found.episode, found.error) == (1, words)
     assert warm.ended and stand_in.servers == [] and stand_in.server is None
@@ -776,11 +776,11 @@ def test_a_warm_process_that_died_is_replaced_and_two_are_an_error(
     (first,) = StandInServer.made
     first.other.close()
     first.process.poll = lambda: -9
-    assert stand_in.answers(0.05) == []
+    assert stand_in.wait_for_replies(0.05) == []
     first, second = StandInServer.made
     assert first.ended and stand_in.servers == [second], "what is left of the first one is gone"
     second.other.close()
-    (found,) = stand_in.answers(5.0)
+    (found,) = stand_in.wait_for_replies(5.0)
     assert found.error == "the process that makes its environment ended twice: it closed its pipe"
 
 
@@ -796,11 +796,11 @@ def test_a_warm_process_that_takes_no_more_is_asked_again(
     assert (
         StandInServer.made[0].channel.is_full and stand_in.episodes[0].channel is None and list(stand_in.queue) == [0]
     )
-    assert stand_in.answers(0.05) == []
+    assert stand_in.wait_for_replies(0.05) == []
     with StandInServer.made[0].take() as line:
         assert not StandInServer.made[0].channel.is_full
         line.sendall(b'{"error": "heard"}\n')
-        assert stand_in.answers(5.0)[0].error == "heard"
+        assert stand_in.wait_for_replies(5.0)[0].error == "heard"
 
 
 def test_no_process_can_be_made(stand_in: EpisodePool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -810,5 +810,5 @@ def test_no_process_can_be_made(stand_in: EpisodePool, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(channel_module.socket, "socketpair", refuse)
         stand_in.begin(0, Problem("p"), 7, 0)
-    (found,) = stand_in.answers(0.0)
+    (found,) = stand_in.wait_for_replies(0.0)
     assert found.error == "no process can be made for it: [Errno 24] Too many open files"

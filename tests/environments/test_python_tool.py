@@ -97,7 +97,7 @@ def test_episodes_in_processes_share_one_warm_sandbox(sources: list[str]) -> Non
     def replies(count: int) -> dict[int, Reply]:
         found: dict[int, Reply] = {}
         while len(found) < count:
-            found |= {reply.episode: reply for reply in pool.answers(5.0)}
+            found |= {reply.episode: reply for reply in pool.wait_for_replies(5.0)}
         return found
 
     for episode in range(6):

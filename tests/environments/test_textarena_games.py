@@ -60,7 +60,7 @@ class Play:
         return reply.step
 
     def _reply(self) -> Reply:
-        (reply,) = self.pool.answers(120.0)
+        (reply,) = self.pool.wait_for_replies(120.0)
         return reply
 
     @property

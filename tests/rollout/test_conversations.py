@@ -411,9 +411,9 @@ def test_a_look_does_not_wait_for_episodes_that_begin() -> None:
     class Slow(InProcessEpisodePool):
         looks = 0
 
-        def answers(self, wait: float) -> list[Any]:
+        def wait_for_replies(self, wait: float) -> list[Any]:
             self.looks += 1
-            return super().answers(wait) if self.looks > 3 else []
+            return super().wait_for_replies(wait) if self.looks > 3 else []
 
     with closing(bind_small_environment(BoundSmallTask(Swaps()))) as bound:
         prompts = bound.held_out(1)

@@ -1,4 +1,4 @@
-"""Agents: programs that talk to the policy over HTTP, one per response, with whatever client and harness they like."""
+"""Agents: programs that call the policy over HTTP with any client and harness, one episode per response."""
 
 import math
 
@@ -11,12 +11,11 @@ NO_LIMITS = Limits(math.inf)
 """No limit of memory, and no environment variables beyond the usual ones."""
 
 
-def make_agent(text: str, limits: Limits = NO_LIMITS, most: int = 64) -> Agent:
-    """The agent that a setting names: python:FILE:NAME, command:WORDS, verifiers:NAME, openenv:URL.
+def make_agent(text: str, limits: Limits = NO_LIMITS, max_active: int = 64) -> Agent:
+    """Return the agent that a setting names: python:FILE:NAME, command:WORDS, verifiers:NAME, openenv:URL.
 
-    ConfigError if it is not there; nothing is started before it runs. At most `most` episodes are run at once. The
-    episode's
-    seconds are its assignment's; memory and environment variables are those of `limits`.
+    Raises ConfigError if it does not exist. No process starts before it runs. At most `max_active` episodes run at
+    once. The time limit of an episode is that of its assignment; `limits` has its memory and environment variables.
     """
     from ascent.environments.agents.agent_pool import PooledAgent
     from ascent.environments.agents.function_agent import function_source
@@ -27,13 +26,11 @@ def make_agent(text: str, limits: Limits = NO_LIMITS, most: int = 64) -> Agent:
     verify_agent(source)
     kind, _, where = source.partition(":")
     if kind == "verifiers":
-        return VerifiersAgent(where, limits, most)
+        return VerifiersAgent(where, limits, max_active)
     if kind == "command":
-        return PooledAgent(
-            Source("ascent.environments.agents.command_agent:CommandAgent", {"command": where}), limits, most
-        )
-    if kind == "openenv":
-        return PooledAgent(
-            Source("ascent.environments.agents.openenv_agent:make_openenv", {"url": where}), limits, most
-        )
-    return PooledAgent(function_source(source), limits, most)
+        program = Source("ascent.environments.agents.command_agent:CommandAgent", {"command": where})
+    elif kind == "openenv":
+        program = Source("ascent.environments.agents.openenv_agent:make_openenv", {"url": where})
+    else:
+        program = function_source(source)
+    return PooledAgent(program, limits, max_active)

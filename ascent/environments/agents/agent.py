@@ -1,7 +1,7 @@
-"""Agents: programs that talk to the policy over HTTP, one per response, with whatever client and harness they like.
+"""Agents: programs that call the policy over HTTP with any client and harness, one episode per response.
 
-An agent is given the address of the run's endpoint, a key that is its session's own, and a problem. What it says to
-the endpoint and what the policy answers becomes the response; what the agent returns becomes its reward.
+An agent receives the URL of the run's endpoint, the API key of its session, and a problem. Its conversation with the
+endpoint becomes the response; its return value becomes the reward.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,20 +11,20 @@ from typing import Protocol
 from ascent.tasks.text.text_task import Message, Problem
 
 MODEL = "policy"
-"""What the endpoint of a run calls its model; it takes any other name too."""
+"""Name of the model at the endpoint of a run; any other name is accepted too."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the agent of one episode is given."""
+    """The input of an agent for one episode."""
 
     url: str
-    """Where the endpoint is; ends in /v1."""
+    """URL of the endpoint; ends in /v1."""
     key: str
-    """The session's own: a bearer key that reaches this episode's record, and no other."""
+    """Bearer key of the session: it gives access to this episode only."""
     problem: Problem
     messages: Sequence[Message]
-    """The problem as the task asks it: with its system message and its instruction."""
+    """The problem as the task asks it, with its system message and instruction."""
     seed: int
     seconds: float
     """The deadline of the whole episode."""
@@ -37,20 +37,20 @@ class AgentResult:
     reward: float | None = None
     """None: the task scores the final answer."""
     error: str = ""
-    """Why the episode is invalid: it is then in no statistic, whatever it has earned."""
+    """Why the episode is invalid; it is then excluded from all statistics."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """More that was measured of it, by name."""
+    """Other measures of the episode, by name."""
 
 
 class Agent(Protocol):
     """Runs episodes."""
 
     def run(self, assignments: Sequence[Assignment]) -> Iterator[tuple[int, AgentResult]]:
-        """Run these side by side; each place comes back once, as its episode ends, within its deadline.
+        """Run these concurrently; yield each index with its result when its episode ends, within its deadline.
 
-        An agent that dies, hangs or raises is an outcome with an error, never an exception of this iterator. It is
-        consumed in a thread of its own; closing it ends what is still running.
+        An agent that dies, hangs or raises yields a result with an error; the iterator itself does not raise. It is
+        consumed in a separate thread; closing it ends what is still running.
         """
 
     def close(self) -> None:
-        """End all that was started."""
+        """End all processes of the agent."""

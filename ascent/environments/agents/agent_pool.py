@@ -1,10 +1,10 @@
-"""Agents in processes: one episode at a time in each, forked from a warm one that has loaded the agent.
+"""Agents in processes, forked from a fork server that has loaded the agent; one episode at a time in each.
 
-Whatever an agent does, only its episode ends: it runs under the limits, the clean environment variables and the keeper
-that environments have (processes.py). The outcome comes back as JSON and is read here as somebody else's words.
+A failing agent ends only its episode: it has the limits, the environment variables and the supervisor of environments
+(`episode_pool.py`). Its outcome comes back as JSON, which is untrusted.
 
-A process whose episode ended well, and of which nothing is left running, plays another: what a client imports and makes
-on its first use would cost more than the episode itself.
+A process whose episode ended well, and that left no thread or child running, is reused for another episode: what a
+client imports and opens on its first use would cost more than the episode itself.
 """
 
 import itertools
@@ -30,31 +30,31 @@ from ascent.processes.reward_calls import (
 from ascent.processes.supervisor import Limits
 
 POLL_SECONDS = 0.2
-"""Seconds after which a run that waits lets others have the pool."""
+"""Time after which a waiting run releases the pool for other runs."""
 MAX_EPISODES = 64
-"""The most episodes at once. Others wait for their turn, outside their deadlines."""
+"""Limit of concurrent episodes. Others are queued, and their time limit starts later."""
 MAX_IDLE_PROCESSES, MAX_EPISODES_PER_PROCESS = 256, 200
-"""Processes that wait for another episode, and the most episodes of one."""
+"""Limits of the processes that wait for another episode, and of the episodes of one process."""
 MAX_METRICS, MAX_METRIC_NAME_CHARS = 32, 60
-"""The most metrics of an episode, and characters of a metric's name."""
+"""Limits of the metrics of an episode, and of the characters of a metric's name."""
 CLOSED_ERROR = "its agent was closed"
 REUSABLE_SUFFIX = "\n"
-"""The end of an outcome whose process may play another episode."""
+"""Ends an outcome whose process can be reused."""
 AGENT_RESULT_FORM = "an agent returns a reward, None (the task scores the answer), or {'reward': …, 'metrics': {…}}"
 
 
 class PooledAgent:
-    """An agent whose episodes are processes."""
+    """An agent whose episodes run in processes."""
 
-    def __init__(self, source: Source, limits: Limits, most: int = MAX_EPISODES):
-        self.pool = EpisodePool(source, limits, most, what="agent")
+    def __init__(self, source: Source, limits: Limits, max_active: int = MAX_EPISODES):
+        self.pool = EpisodePool(source, limits, max_active, kind="agent")
         self.lock, self.numbers = threading.Lock(), itertools.count()
-        self.outcomes: dict[int, AgentResult] = {}
-        """Of episodes that have ended, until their run takes them."""
+        self.results: dict[int, AgentResult] = {}
+        """Results of episodes that have ended, until their run takes them."""
         self.idle: dict[int, int] = {}
-        """The processes that wait for an episode, and how many more they may play."""
+        """Waiting processes by their last episode, and how many more episodes each may play."""
         self.num_left: dict[int, int] = {}
-        """The same of those that are playing."""
+        """The same for processes that are playing."""
 
     def run(self, assignments: Sequence[Assignment]) -> Iterator[tuple[int, AgentResult]]:
         places: dict[int, int] = {}
@@ -63,50 +63,51 @@ class PooledAgent:
                 places[self._begin(assignment)] = place
         try:
             while places:
-                for number, outcome in self._ended(places):
-                    yield places.pop(number), outcome
+                for number, result in self._wait_for_results(places):
+                    yield places.pop(number), result
         finally:
             with self.lock:
                 for number in places:
                     self.pool.end(number)
-                    for kept in (self.outcomes, self.num_left, self.idle):
-                        kept.pop(number, None)
+                    for container in (self.results, self.num_left, self.idle):
+                        container.pop(number, None)
 
-    def _begin(self, given: Assignment) -> int:
-        """The number of the episode, in a process that waits for one or in a new one."""
-        for number in [idle for idle in reversed(self.idle) if idle not in self.outcomes]:
+    def _begin(self, assignment: Assignment) -> int:
+        """Begin an episode, in a waiting process or in a new one. Return its number."""
+        seed, seconds = assignment.seed, assignment.seconds
+        for number in [idle for idle in reversed(self.idle) if idle not in self.results]:
             num_left = self.idle.pop(number)
-            if num_left and self.pool.again(number, given, given.seed, given.seed, given.seconds):
+            if num_left and self.pool.reuse_process(number, assignment, seed, seed, seconds):
                 self.num_left[number] = num_left - 1
                 return number
             self.pool.end(number)
         number = next(self.numbers)
         self.num_left[number] = MAX_EPISODES_PER_PROCESS - 1
-        self.pool.begin(number, given, given.seed, given.seed, given.seconds)
+        self.pool.begin(number, assignment, seed, seed, seconds)
         return number
 
-    def _ended(self, numbers: Mapping[int, int]) -> list[tuple[int, AgentResult]]:
-        """Those of these episodes that have ended; waits a little for the first."""
+    def _wait_for_results(self, numbers: Mapping[int, int]) -> list[tuple[int, AgentResult]]:
+        """Return the results of these episodes that have ended; wait a little for the first."""
         with self.lock:
-            if not numbers.keys() & self.outcomes.keys():
-                for reply in self.pool.answers(POLL_SECONDS):
-                    self._take(reply)
-            ended = [(number, self.outcomes.pop(number)) for number in numbers if number in self.outcomes]
+            if not numbers.keys() & self.results.keys():
+                for reply in self.pool.wait_for_replies(POLL_SECONDS):
+                    self._store_result(reply)
+            ended = [(number, self.results.pop(number)) for number in numbers if number in self.results]
             lost = [number for number in numbers if number not in self.pool.episodes] if not ended else []
         if not ended:
-            time.sleep(0.001)  # a lock is nobody's turn: without a pause this thread would take it again
+            time.sleep(0.001)  # locks are not fair: without a pause this thread would take it again
         return ended or [(number, AgentResult(error=CLOSED_ERROR)) for number in lost]
 
-    def _take(self, reply: Reply) -> None:
-        """Keep the outcome, and the process if it may play another episode."""
+    def _store_result(self, reply: Reply) -> None:
+        """Store the result of an episode, and keep its process if it can be reused."""
         number, num_left = reply.episode, self.num_left.pop(reply.episode, 0)
         if reply.error is not None or reply.step is None:
-            outcome, alone = AgentResult(error=(reply.error or "it has no outcome")[: MAX_REASON_CHARS * 2]), False
+            result, is_reusable = AgentResult(error=(reply.error or "it has no outcome")[: MAX_REASON_CHARS * 2]), False
         else:
             line = str(reply.step.observation)
-            outcome, alone = parse_outcome(line), line.endswith(REUSABLE_SUFFIX)
-        self.outcomes[number] = outcome
-        if alone and num_left and not outcome.error and len(self.idle) < MAX_IDLE_PROCESSES:
+            result, is_reusable = parse_outcome(line), line.endswith(REUSABLE_SUFFIX)
+        self.results[number] = result
+        if is_reusable and num_left and not result.error and len(self.idle) < MAX_IDLE_PROCESSES:
             self.idle[number] = num_left
         else:
             self.pool.end(number)
@@ -122,7 +123,7 @@ class PooledAgent:
 
 
 def format_outcome(returned: Any) -> str:
-    """What an agent returned, as the line that its process sends."""
+    """Return what an agent returned as the message of its process."""
     reward, metrics = returned, dict[str, Any]()
     if isinstance(returned, Mapping):
         if odd := [name for name in returned if name not in ("reward", "metrics")]:
@@ -145,20 +146,22 @@ def format_outcome(returned: Any) -> str:
 
 
 def _nothing_else_runs() -> bool:
-    """Is nothing of the episode left but this process? Where that cannot be seen, it is not."""
-    mine = str(os.getpid())
+    """Whether the episode left no thread or child process. False where that cannot be seen."""
+    pid = str(os.getpid())
     try:
-        below = [Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in (mine, os.getppid())]
+        children = [
+            Path(f"/proc/{parent}/task/{parent}/children").read_text().split() for parent in (pid, os.getppid())
+        ]
     except OSError:
         return False
-    return threading.active_count() == 1 and below == [[], [mine]]
+    return threading.active_count() == 1 and children == [[], [pid]]
 
 
 def parse_outcome(line: str) -> AgentResult:
-    """A line that a process sent, as an outcome."""
+    """Parse the untrusted message of a process."""
     try:
-        sent = json.loads(line)
-        reward, metrics, error = sent.get("reward"), sent.get("metrics") or {}, sent.get("error", "")
+        message = json.loads(line)
+        reward, metrics, error = message.get("reward"), message.get("metrics") or {}, message.get("error", "")
     except (ValueError, RecursionError, AttributeError):
         return AgentResult(error="its process sent what is not an outcome")
     numbers = [*metrics.values(), *([] if reward is None else [reward])] if isinstance(metrics, dict) else [math.nan]

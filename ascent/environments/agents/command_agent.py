@@ -1,14 +1,14 @@
-"""An agent that is a program: what runs in the process of its episode.
+"""An agent that is a program, started in the process of its episode.
 
-It is told where to go by environment variables:
+Environment variables describe the episode:
 
     ASCENT_BASE_URL, ASCENT_API_KEY     the endpoint and the session's key; also as OPENAI_BASE_URL, OPENAI_API_KEY
     ASCENT_PROBLEM                      JSON: prompt, answer, messages, columns
-    ASCENT_PROBLEM_FILE                 a file with the same, in place of it, if it is longer than a variable can be
+    ASCENT_PROBLEM_FILE                 a file with the same, in place of it, if it is too long for a variable
     ASCENT_SEED, ASCENT_SECONDS         the episode's seed and deadline
 
-and its last line on stdout may say what it earned: {"reward": 1.0, "metrics": {"turns": 3}}. Without such a line the
-task scores the last answer. Another exit status than 0 makes the episode invalid.
+and its last line on stdout may set the reward: {"reward": 1.0, "metrics": {"turns": 3}}. Without such a line the task
+scores the last answer. A nonzero exit status makes the episode invalid.
 """
 
 import json
@@ -30,15 +30,15 @@ from ascent.tasks.environment import Environment
 MAX_VARIABLE_BYTES = 100_000
 """Bytes of a problem that fit into an environment variable."""
 MAX_OUTPUT_BYTES = 1 << 16
-"""Bytes of its output that are kept: the last ones."""
-POLL_SECONDS = 50
-"""Milliseconds between two looks at whether it has ended."""
+"""Bytes at the end of its output that are kept."""
+POLL_MILLISECONDS = 50
+"""Time between two checks of whether the program has ended."""
 MAX_ERROR_CHARS = 200
-"""Characters of its last words in an error."""
+"""Characters of the last line of its output in an error."""
 
 
 class CommandAgent(Environment):
-    """One episode of a program: it is over when `begin` returns."""
+    """One episode of a program; it is over when `begin` returns."""
 
     def __init__(self, command: str):
         self.words = shlex.split(command)
@@ -55,7 +55,7 @@ class CommandAgent(Environment):
                 env=variables,
                 pass_fds=(file.fileno(),),
             )
-            code, output, errors = _ended(process)
+            code, output, errors = _wait_for(process)
         if code != 0:
             last = (errors.split("\n")[-1] or output.split("\n")[-1])[-MAX_ERROR_CHARS:]
             raise RewardCallError(f"the program ended with {describe_exit(code)}" + (f": {last}" if last else ""))
@@ -64,21 +64,27 @@ class CommandAgent(Environment):
 
 def _variables(assignment: Assignment, file: IO[bytes]) -> dict[str, str]:
     problem = assignment.problem
-    about = problem.columns | {"prompt": problem.prompt, "answer": problem.answer, "messages": [*assignment.messages]}
-    written = json.dumps(about, default=str)
-    if len(written) > MAX_VARIABLE_BYTES:  # it has no name in the file system, so it is gone with whoever reads it
+    content = problem.columns | {"prompt": problem.prompt, "answer": problem.answer, "messages": [*assignment.messages]}
+    written = json.dumps(content, default=str)
+    if len(written) > MAX_VARIABLE_BYTES:  # the file has no name, so it disappears with its readers
         file.write(written.encode())
         file.seek(0)
-        told = {"ASCENT_PROBLEM_FILE": f"/dev/fd/{file.fileno()}"}
+        variable = {"ASCENT_PROBLEM_FILE": f"/dev/fd/{file.fileno()}"}
     else:
-        told = {"ASCENT_PROBLEM": written}
-    where = {f"{name}_BASE_URL": assignment.url for name in ("ASCENT", "OPENAI")}
+        variable = {"ASCENT_PROBLEM": written}
+    urls = {f"{name}_BASE_URL": assignment.url for name in ("ASCENT", "OPENAI")}
     keys = {f"{name}_API_KEY": assignment.key for name in ("ASCENT", "OPENAI")}
-    return {**where, **keys, **told, "ASCENT_SEED": str(assignment.seed), "ASCENT_SECONDS": f"{assignment.seconds:g}"}
+    return {
+        **urls,
+        **keys,
+        **variable,
+        "ASCENT_SEED": str(assignment.seed),
+        "ASCENT_SECONDS": f"{assignment.seconds:g}",
+    }
 
 
-def _ended(process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
-    """Its exit status, and the end of what it has written to stdout and stderr, however much that was."""
+def _wait_for(process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
+    """Wait for the program. Return its exit status and the end of its stdout and stderr, however long they are."""
     assert process.stdout is not None and process.stderr is not None
     kept = {stream.fileno(): b"" for stream in (process.stdout, process.stderr)}
     poll = select.poll()
@@ -87,7 +93,7 @@ def _ended(process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
         poll.register(file, select.POLLIN)
     alive, reading = True, set(kept)
     while alive and reading:  # what it leaves running may hold the pipes, so its end is looked for too
-        poll.poll(POLL_SECONDS)
+        poll.poll(POLL_MILLISECONDS)
         alive = process.poll() is None  # looked at first: what it wrote before is in the pipe
         for file in list(reading):
             with suppress(BlockingIOError):

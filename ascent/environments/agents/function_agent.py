@@ -18,13 +18,13 @@ from ascent.tasks.python_objects import PREFIX, pickled
 
 
 def function_source(source: str) -> Source:
-    """Where the processes find the function."""
+    """Return where the processes find the function."""
     sent = pickled(source, "agent") if source.startswith(PREFIX) else None
     return Source("ascent.environments.agents.function_agent:make_function", {"source": source, "sent": sent})
 
 
 class FunctionAgent(Environment):
-    """One episode of a function: it is over when `begin` returns."""
+    """One episode of a function; it is over when `begin` returns."""
 
     def __init__(self, call: Signature):
         self.call = call
@@ -43,27 +43,27 @@ class FunctionAgent(Environment):
 
 
 _loop: list[asyncio.AbstractEventLoop] = []
-"""The one of this process: a client that its file has made keeps its connections from one episode to the next."""
+"""The event loop of this process: clients of the user's file keep their connections between episodes."""
 
 
 def _run(awaited: Awaitable[Any]) -> Any:
-    """What it comes to. Nothing of the episode goes on after it: neither a task nor a thread."""
+    """Return the awaited value. Then no task and no thread of the episode continues."""
     if not _loop:
         _loop.append(asyncio.new_event_loop())
     (loop,) = _loop
     with ThreadPoolExecutor() as executor:
         loop.set_default_executor(executor)
-        return loop.run_until_complete(_alone(awaited))
+        return loop.run_until_complete(_await_and_cancel_rest(awaited))
 
 
-async def _alone(awaited: Awaitable[Any]) -> Any:
+async def _await_and_cancel_rest(awaited: Awaitable[Any]) -> Any:
     try:
         return await awaited
     finally:
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
+        unfinished = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in unfinished:
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*unfinished, return_exceptions=True)
 
 
 @functools.lru_cache

@@ -1,12 +1,12 @@
-"""An agent that lets the policy play a server of OpenEnv: what runs in the process of its episode.
+"""An agent that plays an OpenEnv server with the policy, in the process of its episode.
 
-The first message is the problem with the server's first observation, and every answer of the policy is an action. An
-action with one field that has no default takes the whole answer (of a number: the last number in it); one with several
-fields is asked for as JSON. What cannot be an action is answered with the reason, and the policy may try again. The
-reward is the sum of the server's.
+The first message is the problem with the server's first observation; every answer of the policy is an action. If the
+action has one field without a default, the whole answer is its value (for a number, the last number in it); an action
+with several fields is requested as JSON. The policy receives an error for an invalid action and may try again. The
+reward is the sum of the server's rewards.
 
-A session is a web socket: `reset`, then `step` until the server says that it is done. All of a group start from one
-seed: the row's column `seed`, or else a number made from its prompt. A column `reset` (an object) goes to `reset` too.
+A session is a web socket: `reset`, then `step` until the server is done. All episodes of a group have the same seed:
+the row's column `seed`, or a hash of its prompt. A column `reset` (an object) is passed to `reset` too.
 """
 
 import json
@@ -27,17 +27,17 @@ from ascent.tasks.environment import Environment
 from ascent.tasks.user_files import canonical_prompt
 
 MAX_ACTIONS = 64
-"""The most actions of an episode, where neither the server nor the run's limits end it before."""
+"""Limit of the actions of an episode, if neither the server nor the limits of the run end it before."""
 MAX_ANSWER_BYTES = 1 << 24
-"""The most bytes of an answer of a server."""
+"""Limit of an answer of a server, in bytes."""
 RETRY_SECONDS = 0.25
-"""Seconds between two tries to begin a session with a server that has no place."""
+"""Time between two attempts to begin a session with a server at capacity."""
 TEXT_FIELDS = ("text", "message", "prompt", "content", "result", "observation")
-"""Fields of an observation that are shown as they are, if they are text and nothing else is there."""
+"""Fields of an observation whose text is shown without JSON, the first that is present."""
 
 
 class OpenEnvAgent(Environment):
-    """One episode: it is over when `begin` returns."""
+    """One episode; it is over when `begin` returns."""
 
     def __init__(self, url: str, action: Mapping[str, Any]):
         self.url, self.action = url.rstrip("/"), action
@@ -59,7 +59,7 @@ class OpenEnvAgent(Environment):
             if state.get("done"):
                 break
             answer = chat(assignment, messages)
-            if answer is None:  # the run's limits are reached
+            if answer is None:  # a limit of the run is reached
                 break
             messages.append(answer)
             try:
@@ -77,7 +77,7 @@ def make_openenv(url: str) -> OpenEnvAgent:
 
 
 def prepare_openenv(url: str) -> None:
-    """Ask for the form of an action, once for all episodes."""
+    """Request the schema of an action, once for all episodes."""
     import websockets.sync.client  # noqa: F401 (for the processes that are forked)
 
     with urllib.request.urlopen(f"{url.rstrip('/')}/schema", timeout=30) as answer:
@@ -92,11 +92,11 @@ _schemas: dict[str, Mapping[str, Any]] = {}
 
 
 class ActionParseError(Exception):
-    """An answer that is no action."""
+    """An answer is not a valid action."""
 
 
 def show(state: Mapping[str, Any]) -> str:
-    """An observation as the policy reads it: its words, or the whole as JSON."""
+    """Return an observation as the policy reads it: its text, or JSON."""
     observation = {k: v for k, v in (state.get("observation") or {}).items() if k != "metadata" and v not in (None, "")}
     if len(observation) == 1 and isinstance(words := next(iter(observation.values())), str):
         return words
@@ -107,14 +107,14 @@ def show(state: Mapping[str, Any]) -> str:
 
 
 def fields_of(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an action that the policy decides: those without a default, or else all but metadata."""
+    """Return the fields of an action that the policy sets: those without a default, or else all but metadata."""
     properties = {name: field for name, field in schema.get("properties", {}).items() if name != "metadata"}
     required = {name: properties[name] for name in schema.get("required", ()) if name in properties}
     return required or properties
 
 
 def describe_action(schema: Mapping[str, Any]) -> str:
-    """What the policy is told about the form of its answers; nothing where the whole answer is the action."""
+    """Return the instruction for the format of an action; empty if the whole answer is the action."""
     fields = fields_of(schema)
     if len(fields) <= 1:
         return ""
@@ -123,7 +123,7 @@ def describe_action(schema: Mapping[str, Any]) -> str:
 
 
 def read_action(words: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """An answer as an action."""
+    """Parse an answer as an action."""
     fields = fields_of(schema)
     if len(fields) != 1:
         start, end = words.find("{"), words.rfind("}")
@@ -155,7 +155,7 @@ def _parsed(words: str) -> Any:
 
 
 class _Session:
-    """A session with a server of OpenEnv, over a web socket."""
+    """A session with an OpenEnv server over a web socket."""
 
     def __init__(self, url: str, deadline: float):
         self.address, self.deadline = f"ws{url.removeprefix('http')}/ws", deadline
@@ -174,7 +174,7 @@ class _Session:
         self.socket = websockets.sync.client.connect(self.address, max_size=MAX_ANSWER_BYTES, compression=None)
 
     def ask(self, verb: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The state after a reset or a step."""
+        """Return the state after a reset or a step."""
         from websockets.exceptions import ConnectionClosed
 
         while True:
@@ -194,11 +194,11 @@ class _Session:
                 continue
             if code == "VALIDATION_ERROR" and verb == "step":
                 raise ActionParseError(message)
-            raise RewardCallError(f"the server of OpenEnv answered {verb} with an error: {message}")
+            raise RewardCallError(f"the OpenEnv server answered {verb} with an error: {message}")
 
 
 def chat(assignment: Assignment, messages: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The policy's answer to these messages; None: it may say no more."""
+    """Return the policy's answer to these messages; None: the context is full."""
     body = json.dumps({"model": "policy", "messages": messages}).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {assignment.key}"}
     request = urllib.request.Request(f"{assignment.url}/chat/completions", body, headers)

@@ -26,22 +26,22 @@ from ascent.tasks.agent_sources import split_verifiers
 
 BRIDGE = Path(__file__).parent / "inside" / "verifiers_bridge.py"
 GRACE_SECONDS = 10.0
-"""Seconds after an episode's deadline until the process, which has not said that it is late, is ended."""
+"""Time after an episode's deadline until its process is killed because it has not reported the timeout."""
 
 
 class VerifiersAgent:
-    """Episodes of a taskset."""
+    """An agent that runs the episodes of a taskset."""
 
-    def __init__(self, where: str, limits: Limits, most: int):
+    def __init__(self, where: str, limits: Limits, max_active: int):
         self.taskset, self.folder = split_verifiers(where)
-        self.limits, self.most, self.owner = limits, most, os.getpid()
+        self.limits, self.max_active, self.owner = limits, max_active, os.getpid()
         self.lock, self.numbers = threading.Lock(), itertools.count()
         self.processes: list[VerifiersProcess] = []
-        """The process, if it runs."""
+        """The process, if it is running."""
         self.deadlines: dict[int, tuple[float, float]] = {}
-        """Of episodes that are under way: their seconds, and when those are over."""
-        self.outcomes: dict[int, AgentResult] = {}
-        """Of those that have ended, until their run takes them."""
+        """Time limit and deadline of each running episode."""
+        self.results: dict[int, AgentResult] = {}
+        """Results of episodes that have ended, until their run takes them."""
         weakref.finalize(self, _end, self.processes, self.owner)
 
     def run(self, assignments: Sequence[Assignment]) -> Iterator[tuple[int, AgentResult]]:
@@ -55,18 +55,18 @@ class VerifiersAgent:
                 places[number], self.deadlines[number] = place, (assignment.seconds, float("inf"))
         try:
             while places:
-                for number, outcome in self._ended(places):
-                    yield places.pop(number), outcome
+                for number, result in self._wait_for_results(places):
+                    yield places.pop(number), result
         finally:
             with self.lock:
                 for number in places:
                     self.deadlines.pop(number, None)
-                    self.outcomes.pop(number, None)
+                    self.results.pop(number, None)
                     if self.processes:
                         self.processes[0].channel.send(json.dumps({"cancel": number}).encode())
 
     def rows(self, count: int) -> list[dict[str, Any]]:
-        """The first tasks, as rows to train on."""
+        """Return the first tasks of the taskset, as rows to train on."""
         with self.lock:
             process, until = self._process(), time.monotonic() + START_SECONDS
             process.channel.send(json.dumps({"rows": count}).encode())
@@ -91,24 +91,24 @@ class VerifiersAgent:
     # ---- the process
 
     def _process(self) -> "VerifiersProcess":
-        if self.owner != os.getpid():  # a fork of ours: the process is its parent's
+        if self.owner != os.getpid():  # a fork: the process belongs to its parent
             self.processes[:], self.owner = [], os.getpid()
         if not self.processes:
-            self.processes.append(VerifiersProcess(self.folder, self.taskset, self.most, self.limits))
+            self.processes.append(VerifiersProcess(self.folder, self.taskset, self.max_active, self.limits))
         return self.processes[0]
 
     def _end(self) -> None:
         _end(self.processes, os.getpid())
 
-    def _ended(self, places: dict[int, int]) -> list[tuple[int, AgentResult]]:
-        """The outcomes of these episodes that are there; waits a little for the first."""
+    def _wait_for_results(self, places: dict[int, int]) -> list[tuple[int, AgentResult]]:
+        """Return the results of these episodes that have ended; wait a little for the first."""
         with self.lock:
-            if not places.keys() & self.outcomes.keys() and self.processes:
+            if not places.keys() & self.results.keys() and self.processes:
                 self._read(self.processes[0])
-            ended = [(number, self.outcomes.pop(number)) for number in places if number in self.outcomes]
+            ended = [(number, self.results.pop(number)) for number in places if number in self.results]
             lost = [number for number in places if number not in self.deadlines] if not ended else []
         if not ended:
-            time.sleep(0.001)  # a lock is nobody's turn: without a pause this thread would take it again
+            time.sleep(0.001)  # locks are not fair: without a pause this thread would take it again
         return ended or [(number, AgentResult(error=CLOSED_ERROR)) for number in lost]
 
     def _read(self, process: "VerifiersProcess") -> None:
@@ -120,7 +120,7 @@ class VerifiersAgent:
             elif "error" in reply and "id" not in reply:
                 return self._drop_process(f"its taskset cannot be loaded: {reply['error']!s:.300}")
             elif self.deadlines.pop(reply.get("id", -1), None) is not None:
-                self.outcomes[reply["id"]] = parse_outcome(json.dumps(reply))
+                self.results[reply["id"]] = parse_outcome(json.dumps(reply))
         now = time.monotonic()
         if process.channel.ended:
             self._drop_process(f"the process of verifiers ended: {process.channel.ended}")
@@ -130,8 +130,8 @@ class VerifiersAgent:
             self._drop_process("the process of verifiers no longer answers")
 
     def _drop_process(self, why: str) -> None:
-        """Its episodes have failed; the next ones get another process."""
-        self.outcomes |= {number: AgentResult(error=why[: MAX_REASON_CHARS * 2]) for number in self.deadlines}
+        """End the process. Its episodes have failed; the next ones get another process."""
+        self.results |= {number: AgentResult(error=why[: MAX_REASON_CHARS * 2]) for number in self.deadlines}
         self.deadlines.clear()
         self._end()
 
@@ -144,8 +144,8 @@ def _end(processes: "list[VerifiersProcess]", owner: int) -> None:
 class VerifiersProcess(SupervisedProcess):
     """The process of verifiers."""
 
-    def __init__(self, folder: str, taskset: str, most: int, limits: Limits):
-        command = [str(Path(folder, "bin", "python")), str(BRIDGE), taskset, str(most)]
+    def __init__(self, folder: str, taskset: str, max_active: int, limits: Limits):
+        command = [str(Path(folder, "bin", "python")), str(BRIDGE), taskset, str(max_active)]
         program = "ascent.environments.agents.verifiers_agent:exec_bridge"
         super().__init__(program, limits, ASCENT_BRIDGE=json.dumps(command))
         self.is_ready, self.deadline = False, time.monotonic() + START_SECONDS

@@ -1,15 +1,15 @@
-"""Runs inside the virtual environment of verifiers 0.4, and imports nothing of Ascent. It speaks lines of JSON.
+"""Runs in the virtual environment of verifiers 0.4 and imports nothing of Ascent. Messages are lines of JSON.
 
     in    {"id": 7, "url": …, "key": …, "task": 3, "seconds": 600}       an episode to run
-          {"cancel": 7}                                                  one that nobody waits for any more
-          {"rows": 100}                                                  the first tasks are asked for
-    out   {"ready": true}, or {"error": …} where the taskset cannot be loaded
+          {"cancel": 7}                                                  cancel an episode
+          {"rows": 100}                                                  request the first tasks
+    out   {"ready": true}, or {"error": …} if the taskset cannot be loaded
           {"began": 7}
           {"id": 7, "reward": …, "error": …, "metrics": {…}, "traces": […]}
           {"rows": […]}
 
-The policy is at the address that an episode brings, and its key is the session's own, so the tokens are recorded there.
-verifiers sends its trace's id along, as X-Session-ID. No episode is tried twice: its record would have both.
+The policy is at the URL of the episode, with the key of its session, so the session records the tokens. verifiers sends
+the id of its trace as X-Session-ID. No episode is retried: its record would contain both attempts.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 out = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(2, 1)  # what a library prints is not an answer
+os.dup2(2, 1)  # what a library prints is not a message
 
 
 def reply(answer: dict[str, Any]) -> None:
@@ -33,7 +33,7 @@ def reply(answer: dict[str, Any]) -> None:
 
 
 def chat_harness() -> None:
-    """A harness in this process: the policy answers the conversation, and has no tools. It needs no `uv`."""
+    """Register a harness in this process, for policies without tools. It needs no `uv`."""
     import verifiers.v1 as vf
     from verifiers.v1.dialects.chat import message_to_wire
 
@@ -68,8 +68,8 @@ def chat_harness() -> None:
     module.__spec__ = importlib.machinery.ModuleSpec("ascent_chat", None)
 
 
-def keep_no_clients() -> None:
-    """A client for each session has its key; all of them share their connections."""
+def share_connections() -> None:
+    """Make clients with the key of their session that share one connection pool."""
     from verifiers.v1.clients import resolve_client
     from verifiers.v1.clients.base import build_async_httpx
     from verifiers.v1.clients.eval import EvalClient
@@ -92,13 +92,13 @@ def keep_no_clients() -> None:
 
 
 def load_taskset(name: str) -> Any:
-    """The environment of a taskset: by its name, its file, or a TOML file with an [env]."""
+    """Load the environment of a taskset: by its name, its file, or a TOML file with an [env]."""
     import verifiers.v1 as vf
     from verifiers.v1.configs.env import default_agent_harness
     from verifiers.v1.utils.loaders import env_config_type
 
     chat_harness()
-    keep_no_clients()
+    share_connections()
     config: dict[str, Any] = {"taskset": {"id": name}}
     if name.endswith(".toml"):
         config = tomllib.loads(Path(name).read_text())
@@ -121,7 +121,7 @@ def load_taskset(name: str) -> Any:
 
 
 class Tasks:
-    """Those of a taskset, read as far as they are asked for."""
+    """The tasks of a taskset, read lazily."""
 
     def __init__(self, taskset: Any):
         self.coming, self.read = iter(taskset), list[Any]()
@@ -137,7 +137,7 @@ class Tasks:
 
 
 async def play_task(env: Any, tasks: Tasks, job: dict[str, Any]) -> dict[str, Any]:
-    """One episode and its outcome."""
+    """Run one episode and return its outcome."""
     import verifiers.v1 as vf
 
     variable = f"ASCENT_KEY_{job['id']}"
@@ -166,8 +166,8 @@ async def play_task(env: Any, tasks: Tasks, job: dict[str, Any]) -> dict[str, An
     return {"reward": trace.reward, "metrics": dict(list(metrics.items())[:32]), "traces": [trace.id]}
 
 
-def written(index: int, task: Any) -> dict[str, Any]:
-    """A task as a row to train on."""
+def task_row(index: int, task: Any) -> dict[str, Any]:
+    """Return a task as a row to train on."""
     prompt = task.data.prompt
     if prompt is not None and not isinstance(prompt, str):
         prompt = [{"role": m.role, "content": m.content if isinstance(m.content, str) else ""} for m in prompt]
@@ -176,8 +176,8 @@ def written(index: int, task: Any) -> dict[str, Any]:
     return row | ({"answer": str(answer)} if answer is not None else {})
 
 
-async def serve(env: Any, most: int) -> None:
-    tasks, places = Tasks(env.taskset), asyncio.Semaphore(most)
+async def serve(env: Any, max_active: int) -> None:
+    tasks, places = Tasks(env.taskset), asyncio.Semaphore(max_active)
     running: dict[int, asyncio.Task[None]] = {}
 
     async def run(job: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ async def serve(env: Any, most: int) -> None:
         while line := await reader.readline():
             job = json.loads(line)
             if "rows" in job:
-                reply({"rows": [written(i, task) for i, task in enumerate(tasks.first(job["rows"]))]})
+                reply({"rows": [task_row(i, task) for i, task in enumerate(tasks.first(job["rows"]))]})
             elif "cancel" in job:
                 if task := running.pop(job["cancel"], None):
                     task.cancel()
@@ -201,13 +201,13 @@ async def serve(env: Any, most: int) -> None:
                 running[job["id"]] = asyncio.create_task(run(job))
 
 
-def run_bridge(name: str, most: int) -> None:
+def run_bridge(name: str, max_active: int) -> None:
     logging.basicConfig(level=logging.ERROR)
     try:
         env = load_taskset(name)
     except Exception as error:
         return reply({"error": f"{type(error).__name__}: {error}"})
-    asyncio.run(serve(env, most))
+    asyncio.run(serve(env, max_active))
 
 
 if __name__ == "__main__":
