@@ -37,7 +37,7 @@ from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Prompts, Rollouts
 from ascent.inference.engine import LocalEngine
 from ascent.models import CausalLM, PerPosition
-from ascent.runs.statistics import interval
+from ascent.runs.statistics import mean_and_half_width
 from ascent.tasks.small.sorting import Sort
 from benchmarks import ahead_engine
 from benchmarks.common import close, markdown, pair, show, write_page
@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
         return close("ahead", None, None, SAVED, True, smoke=True, **more)[1]
     learned = learn(options.seeds)
     rows = [
-        [str(f["ahead"]), f["correction"], *(pair(*interval(f[name]), 3) for name in ("reward", "sorted"))]
+        [str(f["ahead"]), f["correction"], *(pair(*mean_and_half_width(f[name]), 3) for name in ("reward", "sorted"))]
         for f in learned
     ]
     columns = ["ahead", "correction", "E[R]", "sorted"]

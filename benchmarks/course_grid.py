@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from ascent.oracle.exact import every_response, probability, reward_table
-from ascent.runs.statistics import interval
+from ascent.runs.statistics import mean_and_half_width
 from benchmarks.common import COLORS, close, figure, markdown, pair, save_picture, show, write_page
 from benchmarks.many import Lectures, Stack, outcome, train_many
 
@@ -91,11 +91,12 @@ def measure(seeds: int, steps: int, jobs: int, updates: tuple[int, ...]) -> tupl
 def rows_of(grid: Grid, ascents: dict[str, list[Any]], updates: tuple[int, ...]) -> list[list[str]]:
     rows = []
     for (reward, credit, loss, kl), cell in grid.items():
-        numbers = [pair(*interval(cell["expected"])), f"{cell['sorted'].mean():.0%}", f"{cell['silent'].mean():.0%}"]
+        expected = pair(*mean_and_half_width(cell["expected"]))
+        numbers = [expected, f"{cell['sorted'].mean():.0%}", f"{cell['silent'].mean():.0%}"]
         rows.append([f"{reward} (of {REWARDS[reward]})", credit, loss, kl, *numbers])
     for reward, found in ascents.items():
         for count, cell in zip(updates, found, strict=True):
-            numbers = [pair(*interval(cell["expected"])), f"{cell['sorted'].mean():.0%}", "·"]
+            numbers = [pair(*mean_and_half_width(cell["expected"])), f"{cell['sorted'].mean():.0%}", "·"]
             rows.append([f"{reward} (of {REWARDS[reward]})", "exact gradient", f"{count:,} updates", "no KL", *numbers])
     return rows
 
@@ -110,7 +111,7 @@ def effect(grid: Grid, axis: int, one: str, other: str) -> tuple[float, float]:
         if cell[axis] == one:
             twin = (*cell[:axis], other, *cell[axis + 1 :])
             gaps.append((found["expected"] - grid[twin]["expected"]) / REWARDS[cell[0]])
-    return interval(np.mean(gaps, axis=0))
+    return mean_and_half_width(np.mean(gaps, axis=0))
 
 
 def findings(grid: Grid, ascents: dict[str, list[Any]], updates: tuple[int, ...]) -> str:
@@ -125,7 +126,7 @@ def findings(grid: Grid, ascents: dict[str, list[Any]], updates: tuple[int, ...]
     silent = np.mean([found["silent"].mean() for found in grid.values()])
     found = ascents["inclusion-ordering"]
     ends = ", ".join(
-        f"{pair(*interval(cell['expected']))} after {count:,} updates"
+        f"{pair(*mean_and_half_width(cell['expected']))} after {count:,} updates"
         for count, cell in zip(updates, found, strict=True)
     )
 
@@ -165,7 +166,7 @@ def draw(grid: Grid, ascents: dict[str, list[Any]], seeds: int) -> Any:
         for axis, measure, scale in zip(axes[:, column], ("expected", "sorted"), (REWARDS[reward], 1), strict=True):
             for i, (loss, kl) in enumerate(itertools.product(LOSSES, KL)):
                 color, x = COLORS[i // 2], np.arange(len(CREDITS)) + (i - 2.5) * 0.12
-                values = [interval(grid[reward, credit, loss, kl][measure] / scale) for credit in CREDITS]
+                values = [mean_and_half_width(grid[reward, credit, loss, kl][measure] / scale) for credit in CREDITS]
                 means, halves = np.array(values).T
                 face = color if kl == "no KL" else "white"
                 axis.errorbar(

@@ -33,7 +33,7 @@ import torch
 
 from ascent.build.assemble import assemble
 from ascent.core.loop import train
-from ascent.runs.statistics import interval, wilson
+from ascent.runs.statistics import mean_and_half_width, wilson
 from ascent.settings import configure
 from benchmarks.common import (
     COLORS,
@@ -177,7 +177,7 @@ def by_samples(runs: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for samples in sorted(shared):
         ours, peers = ([points[samples] for points in sides[side]] for side in ("ascent", "trl"))
-        gap, half = interval([a - b for a, b in zip(ours, peers, strict=True)])
+        gap, half = mean_and_half_width([a - b for a, b in zip(ours, peers, strict=True)])
         row = [f"{samples:,}", f"{sum(ours) / len(ours):.1%}", f"{sum(peers) / len(peers):.1%}"]
         rows.append([*row, f"{100 * gap:+.1f} ± {100 * half:.1f} points"])
     return ["samples", "Ascent", "TRL", f"difference, {len(runs)} seeds, 95 %"], rows

@@ -36,7 +36,7 @@ from ascent.core.losses import Clipped, LogProb, Ratio, SequenceRatio
 from ascent.models import Policy
 from ascent.oracle.estimator import estimate, over_prompts
 from ascent.oracle.exact import Table
-from ascent.runs.statistics import interval
+from ascent.runs.statistics import mean_and_half_width
 from ascent.settings import configure
 from ascent.tasks.small.lecture import LECTURE_PROMPTS, Lecture
 from benchmarks.common import COLORS, close, figure, markdown, pair, save_picture, show, write_page
@@ -139,7 +139,7 @@ def rows_of(bias: dict[int, dict[str, float]], ends: Found) -> list[list[str]]:
         row = [str(k), f"{mean['kl']:.4f}", f"{mean['ess']:.0%}"]
         row += [f"{mean[f'{name} bias']:.1%} ({mean[f'{name} cosine']:.3f})" for name in LOSSES]
         row += [f"{mean[f'{CONTROL} bias']:.0e}"]
-        rows.append([*row, *(pair(*interval(ends[name][k])) for name in LOSSES)])
+        rows.append([*row, *(pair(*mean_and_half_width(ends[name][k])) for name in LOSSES)])
     return rows
 
 
@@ -153,7 +153,7 @@ def draw(bias: dict[str, Any], ends: dict[str, Found], seeds: int) -> Any:
     for row, name in zip(axes, SETTINGS, strict=True):
         for i, loss in enumerate(LOSSES):
             row[0].plot(STEPS, [bias[name][k][f"{loss} bias"] for k in STEPS], ".-", color=COLORS[i], label=loss)
-            means, halves = np.array([interval(ends[name][loss][k]) for k in STEPS]).T
+            means, halves = np.array([mean_and_half_width(ends[name][loss][k]) for k in STEPS]).T
             row[2].errorbar(STEPS, means, np.nan_to_num(halves), fmt=".-", color=COLORS[i], label=loss, capsize=2)
         control = [bias[name][k][f"{CONTROL} bias"] for k in STEPS]
         row[0].plot(STEPS, control, "--", color="#555555")

@@ -49,7 +49,7 @@ import torch.nn.functional as F
 from ascent.build.assemble import assemble
 from ascent.core.loop import train
 from ascent.inference.runners.cuda_graph import CudaGraphRunner
-from ascent.runs.statistics import interval
+from ascent.runs.statistics import mean_and_half_width
 from ascent.settings import configure
 from benchmarks.common import ROOT, NoRecords, close, options_with_gpu, show
 from benchmarks.learn import SETTINGS, ours
@@ -187,7 +187,7 @@ def paired(
     seeds = [seed for name, seed in means if name == precision and (than, seed) in means]
     values = [means[precision, seed] for seed in seeds]
     gaps = [value - means[than, seed] for value, seed in zip(values, seeds, strict=True)]
-    return len(seeds), sum(values) / max(1, len(seeds)), *(interval(gaps) if gaps else (0.0, float("nan")))
+    return len(seeds), sum(values) / max(1, len(seeds)), *(mean_and_half_width(gaps) if gaps else (0.0, float("nan")))
 
 
 def evaluations(steps: int) -> list[str]:

@@ -33,7 +33,7 @@ from ascent.inference.remote.remote_engine import RemoteEngine
 from ascent.inference.remote.weight_files import checkpoint_tensors
 from ascent.models import CausalLM
 from ascent.workflows.loaded_policy import model_policy
-from ascent.workflows.policy_server import ServeSettings, service_of
+from ascent.workflows.policy_server import ServeSettings, running_service
 from tests.distributed.test_replicas import Local, trained
 from tests.inference.remote.test_remote_engine import gap, same, wait_for_end
 from tests.language import AtOnce, sampler_of, smollm2_folder, write_tiny
@@ -191,7 +191,7 @@ def test_it_answers_and_streams_behind_the_endpoint(served: Served) -> None:
     loaded = model_policy(str(served.model), device="cpu")
     where = {"engine_url": (served.url,)}
     serving = ServeSettings(port=0, rows=8, context=400, engine="vllm", engine_settings=where)
-    with service_of(loaded, serving) as service:
+    with running_service(loaded, serving) as service:
         thread = Thread(target=service.run)
         thread.start()
         try:

@@ -16,7 +16,7 @@ from ascent.core.protocols import Learner, RolloutEngine
 from ascent.core.types import Streams
 from ascent.distributed.ranks import SINGLE_PROCESS, Ranks
 from ascent.runs import checkpoint
-from ascent.runs.held_out import Evaluate, Keep, offline_evaluator, sample_evaluator
+from ascent.runs.held_out import Evaluate, KeepAnswers, offline_evaluator, sample_evaluator
 from ascent.runs.run_reader import init_folder
 from ascent.tasks.epochs import steps_of
 
@@ -39,7 +39,7 @@ class Parts:
     judged: tuple[BoundTask, RolloutEngine] | None = None
     """What held-out answers are drawn with and scored by; None where no policy is trained on a task that scores."""
 
-    def evaluator(self, keep: Keep | None = None) -> Evaluate:
+    def evaluator(self, keep: KeepAnswers | None = None) -> Evaluate:
         """What the loop calls to evaluate. A task that scores its own demonstrations needs no log-probs of them."""
         config, evaluators = self.config, []
         if config.data != "samples" and not (self.judged and config.data == "demonstrations"):

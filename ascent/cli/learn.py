@@ -15,7 +15,7 @@ from ascent.runs.display.notebook import for_stream
 from ascent.runs.display.plots import draw_line, figure, finish_panel, line_style, save_figure, series
 from ascent.runs.display.terminal import wrapped
 from ascent.settings import configure
-from ascent.workflows.loaded_policy import problems, run_policy
+from ascent.workflows.loaded_policy import answer_held_out, run_policy
 
 
 @dataclass
@@ -152,7 +152,7 @@ def _answers(run: Run) -> list[str]:
     return [
         f"    {row['prompt']} → [{row['response']}]  reward {row['reward']:g} of {run.config.task.max_reward:g}  "
         + ("sorted" if row["strict"] else "wrong")
-        for row in problems(run_policy(run.folder), 3, greedy=True, seed=0)
+        for row in answer_held_out(run_policy(run.folder), 3, greedy=True, seed=0)
     ]
 
 

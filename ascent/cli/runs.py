@@ -23,10 +23,10 @@ from ascent.settings import find_task, settings_of
 from ascent.workflows.evaluate import evaluate_policy
 from ascent.workflows.loaded_policy import (
     LoadedPolicy,
-    ask,
+    answer_held_out,
+    answer_prompts,
     export,
     model_policy,
-    problems,
     responses_text,
     run_policy,
     untrained_policy,
@@ -343,9 +343,9 @@ class SampleCommand(PolicyCommand):
         changes = ("temperature", "top_p", "top_k", "min_p", *LENGTH_FLAGS, "system", "device")
         loaded = self.load(run, self.task, flags, changes)
         if self.task:
-            rows = problems(loaded, self.count or 4, self.greedy, self.seed)
+            rows = answer_held_out(loaded, self.count or 4, self.greedy, self.seed)
         else:
-            rows = ask(loaded, prompts, self.count or 1, self.greedy, self.plain, self.seed)
+            rows = answer_prompts(loaded, prompts, self.count or 1, self.greedy, self.plain, self.seed)
         piece = loaded.unscored_task().piece if self.logp else None
         print(json.dumps(rows) if self.json else responses_text(rows, piece, colour_wanted()))
 

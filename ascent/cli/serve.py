@@ -11,7 +11,7 @@ from ascent.core.errors import ConfigError
 from ascent.inference.remote.relay_client import read_key
 from ascent.server.requirements import check_packages
 from ascent.settings import settings_of
-from ascent.workflows.loaded_policy import find_policy
+from ascent.workflows.loaded_policy import resolve_policy
 from ascent.workflows.policy_server import ServeSettings, serve_policy
 
 
@@ -98,7 +98,7 @@ class ServeCommand(Command):
         of_run = (Path(self.source) / "run.json").exists()
         changes = {"temperature": self.temperature, "device": self.device}
         run, model = (self.source, None) if of_run else (None, self.source)
-        loaded = find_policy(run, model, None, {}, self.step, self.best, **changes)
+        loaded = resolve_policy(run, model, None, {}, self.step, self.best, **changes)
         listening = (self.host, self.port, key, self.tls_cert, self.tls_key)
         engine = {name.replace(".", "_"): value for name, value in self.extra_values.items()}
         sizes = (self.rows, self.queue, self.max_context, self.cache)

@@ -27,7 +27,7 @@ from ascent.runs.run_folder import check_new_folder, write_json
 from ascent.runs.run_info import default_folder
 from ascent.runs.run_reader import init_folder
 from ascent.settings import PLAIN, ROW_SETTINGS, Setting, row_label, row_needs, spell
-from ascent.workflows.rounds import ROUNDS_FILE, RoundsPlan, begin_rounds, reopen_rounds, run_rounds
+from ascent.workflows.rounds import ROUNDS_FILE, RoundsPlan, reopen_rounds, run_rounds, start_rounds
 from ascent.workflows.seed_comparison import COSTS, draw_comparison, run_all, summarize_runs
 
 
@@ -203,7 +203,7 @@ class RoundsCommand(Command):
             algorithm = [] if any(arg.partition("=")[0] == "--algorithm" for arg in rest) else ["--algorithm", "grpo"]
             config, _ = parse_train([self.source, *algorithm, *rest], self.prog())
             folder = self.out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-rounds"
-            rounds = begin_rounds(folder, config, RoundsPlan(**self.extra_values), reward_model)
+            rounds = start_rounds(folder, config, RoundsPlan(**self.extra_values), reward_model)
         rows = run_rounds(rounds)
         if self.json:
             print("\n".join(json.dumps(row) for row in rows))

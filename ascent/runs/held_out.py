@@ -18,21 +18,21 @@ from ascent.oracle.exact import expected_reward, reward_table
 from ascent.runs.display.terminal import table
 
 Evaluate = Callable[[], Metrics]
-Keep = Callable[[Task, Batch], None]
+KeepAnswers = Callable[[Task, Batch], None]
 """Where the scored answers of an evaluation go, with the task that scored them."""
-ENUMERABLE = 5_000
+MAX_ENUMERATED_RESPONSES = 5_000
 """Prompts × responses up to which E[R] is enumerated at every evaluation."""
 
 
 def sample_evaluator(
-    config: Config, task: Task, sampler: RolloutEngine, policy: Any = None, keep: Keep | None = None
+    config: Config, task: Task, sampler: RolloutEngine, policy: Any = None, keep: KeepAnswers | None = None
 ) -> Evaluate:
     """Accuracy and reward of greedy answers to held-out prompts; of a `policy`, where responses are few, E[R] too."""
     prompts = task.held_out(config.eval_prompts)
     few = (
         policy is not None
         and prompts.start_episodes is None
-        and len(prompts) * task.space.vocab**task.space.limit <= ENUMERABLE
+        and len(prompts) * task.space.vocab**task.space.limit <= MAX_ENUMERATED_RESPONSES
     )
     table = reward_table(task, prompts.prompt) if few else None
 
@@ -77,7 +77,7 @@ def offline_evaluator(config: Config, learner: Learner, task: Task, sampler: Rol
         """How much higher each chosen response is rated, by a reward model or by a policy's log-ratios."""
         loss: PairLoss = config.algorithm.loss  # type: ignore[assignment]
         compared = batch.add(**learner.score(batch, frozenset({"logp_ref"})))
-        margins = each_part(learner, compared, lambda micro, out: margin_of(loss.rating(micro, out)).flatten())
+        margins = map_micro_batches(learner, compared, lambda micro, out: margin_of(loss.rating(micro, out)).flatten())
         return calibration(torch.cat(margins).double().cpu()).metrics()
 
     def steps() -> Metrics:
@@ -87,7 +87,7 @@ def offline_evaluator(config: Config, learner: Learner, task: Task, sampler: Rol
             assert out.rating is not None
             return (out.rating - micro.reward).cpu()[micro.mask.cpu()]
 
-        error = torch.cat(each_part(learner, batch, error_of)).double().square().mean()
+        error = torch.cat(map_micro_batches(learner, batch, error_of)).double().square().mean()
         spread = batch.reward[batch.mask].double().var(correction=0)
         explained = {"eval/steps/explained": float(1 - error / spread)} if spread > 0 else {}
         return {"eval/steps/error": float(error)} | explained
@@ -95,7 +95,7 @@ def offline_evaluator(config: Config, learner: Learner, task: Task, sampler: Rol
     return {"demonstrations": demonstrations, "pairs": pairs, "steps": steps}[config.data]
 
 
-def each_part(learner: Learner, batch: Batch, read: Callable[[Batch, Outputs], Tensor]) -> list[Tensor]:
+def map_micro_batches(learner: Learner, batch: Batch, read: Callable[[Batch, Outputs], Tensor]) -> list[Tensor]:
     """What `read` makes of each micro-batch and of the learner's outputs for it. No parameter moves."""
     parts: list[Tensor] = []
 
@@ -114,7 +114,7 @@ def each_part(learner: Learner, batch: Batch, read: Callable[[Batch, Outputs], T
 
 
 @dataclass(frozen=True)
-class Bin:
+class CalibrationBin:
     """The pairs whose confidence σ(|m|) lies in a range: its mean, and the share of them that is right."""
 
     low: float
@@ -137,7 +137,7 @@ class Calibration:
     """Mean m."""
     ece: float
     """Expected calibration error, Σ_bins (pairs in it / pairs)·|accuracy − confidence| (Guo et al. 2017)."""
-    bins: tuple[Bin, ...]
+    bins: tuple[CalibrationBin, ...]
     """Those that hold pairs, of equal width from 0.5 to 1."""
 
     def metrics(self) -> Metrics:
@@ -153,7 +153,9 @@ def calibration(margin: Float[Tensor, "pair"], bins: int = 10) -> Calibration:
     filled = []
     for i in place.unique().tolist():
         inside, edges = place == i, (0.5 + 0.5 * i / bins, 0.5 + 0.5 * (i + 1) / bins)
-        filled.append(Bin(*edges, int(inside.sum()), float(confidence[inside].mean()), float(right[inside].mean())))
+        filled.append(
+            CalibrationBin(*edges, int(inside.sum()), float(confidence[inside].mean()), float(right[inside].mean()))
+        )
     ece = sum(b.pairs * abs(b.accuracy - b.confidence) for b in filled) / len(margin)
     loss = float(-F.logsigmoid(margin).mean())
     return Calibration(len(margin), float(right.mean()), loss, float(margin.mean()), ece, tuple(filled))

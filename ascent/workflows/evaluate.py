@@ -1,4 +1,4 @@
-"""`ascent eval`: a policy on held-out prompts, greedy and sampled, pass@k, majority vote and best of k by reward."""
+"""`ascent eval`: evaluate a policy on held-out prompts: greedy, mean, pass@k, majority vote and best of k."""
 
 import time
 from collections import Counter
@@ -19,75 +19,76 @@ from ascent.core.types import Prompts, check_counts
 from ascent.runs.display.terminal import progress, table, wrapped
 from ascent.runs.recorded_conversation import POLICY, WAITED, calls_words, counts_of
 from ascent.runs.rollout_files import write_parquet
-from ascent.runs.statistics import PromptMean, pass_at, powers, prompt_mean
-from ascent.workflows.loaded_policy import LoadedPolicy, Row, find_policy, response_lines, scored_rows
+from ascent.runs.statistics import PromptMean, mean_over_prompts, pass_at_k, powers_of_two
+from ascent.workflows.loaded_policy import LoadedPolicy, Row, resolve_policy, response_lines, scored_rows
 
 MEASURES = ("strict", "lenient", "reward")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result: `results["pass@4"]["strict"]` is a mean over prompts with its 95 % interval."""
+    """The result of an evaluation: `results["pass@4"]["strict"]` is a mean over prompts with its 95 % interval."""
 
     about: dict[str, Any]
     rows: list[Row]
-    """Every response with its score and reason; `sample` is −1 for the greedy one."""
+    """Every response with its score and reason; `sample` is −1 for the greedy response."""
     errors: list[str]
-    """Why rewards failed: such responses are in no number, and in no vote."""
+    """Errors of failed rewards. Their responses are excluded from all results and votes."""
     results: dict[str, dict[str, PromptMean]]
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """For scripts."""
+        """Return the evaluation as JSON."""
         results = {
             name: {measure: value._asdict() for measure, value in row.items()} for name, row in self.results.items()
         }
         errors = {"count": len(self.errors), "examples": self.errors[:5]}
-        return {**self.about, "results": results, **self.shape(), "errors": errors, "seconds": self.seconds}
+        return {**self.about, "results": results, **self.length_statistics(), "errors": errors, "seconds": self.seconds}
 
-    def shape(self) -> dict[str, Any]:
-        """How long responses are, and how many the limit cut off."""
+    def length_statistics(self) -> dict[str, Any]:
+        """Return lengths, the truncated fraction and, for conversations, turns, waiting and tool calls."""
         count = len(self.rows)
-        cut, length = sum(row["truncated"] for row in self.rows), sum(row["length"] for row in self.rows)
-        shape = {"responses": count, "truncated": cut / count, "mean_length": length / count}
-        said = [[speech for speech in row.get("turns", ()) if speech["who"] == POLICY] for row in self.rows]
-        if not any(said):
-            return shape
-        calls = sum((Counter(counts_of(speech["note"])) for turns in said for speech in turns), Counter())
-        waited = sum(speech["seconds"] or 0.0 for turns in said for speech in turns)
-        shape |= {"mean_turns": sum(map(len, said)) / count, "mean_waited": waited / count}
-        return shape | ({"calls": dict(calls)} if calls else {})
+        truncated, length = sum(row["truncated"] for row in self.rows), sum(row["length"] for row in self.rows)
+        statistics = {"responses": count, "truncated": truncated / count, "mean_length": length / count}
+        conversations = [[turn for turn in row.get("turns", ()) if turn["who"] == POLICY] for row in self.rows]
+        if not any(conversations):
+            return statistics
+        calls = sum((Counter(counts_of(turn["note"])) for turns in conversations for turn in turns), Counter())
+        waited = sum(turn["seconds"] or 0.0 for turns in conversations for turn in turns)
+        statistics |= {"mean_turns": sum(map(len, conversations)) / count, "mean_waited": waited / count}
+        return statistics | ({"calls": dict(calls)} if calls else {})
 
     def text(self, colour: bool = False) -> str:
-        """For a terminal."""
-        about, shape = self.about, self.shape()
+        """Format the evaluation for a terminal."""
+        about, statistics = self.about, self.length_statistics()
         origin = about["model"] if about["run"] is None else f"{about['run']}, step {about['step']}"
-        many = about["samples"] > 1
-        drawn = f", {about['samples']} samples each at temperature {about['temperature']:g}" if many else ""
-        spelled = {"mean": "mean score", "majority": f"majority of {about['samples']}"}
-        spelled["best"] = f"best of {about['samples']} by reward"
-        shown = [m for m in MEASURES if any(m in row for row in self.results.values())]
-        lines = [[spelled.get(n, n), *(_cell(row.get(m)) for m in shown)] for n, row in self.results.items()]
-        notes = ["In brackets: 95 % intervals over prompts, Wilson's for shares and the bootstrap's for means."]
-        cut = f", {shape['truncated']:.0%} of them cut off at the limit" if about["ends"] else ""
+        is_sampled = about["samples"] > 1
+        sampling = f", {about['samples']} samples each at temperature {about['temperature']:g}" if is_sampled else ""
+        titles = {"mean": "mean score", "majority": f"majority of {about['samples']}"}
+        titles["best"] = f"best of {about['samples']} by reward"
+        measures = [m for m in MEASURES if any(m in row for row in self.results.values())]
+        lines = [[titles.get(n, n), *(_cell(row.get(m)) for m in measures)] for n, row in self.results.items()]
+        notes = ["In brackets: 95 % intervals over prompts (Wilson for fractions, bootstrap for means)."]
+        truncated = f", {statistics['truncated']:.0%} of them truncated" if about["ends"] else ""
         notes.append(
-            f"{shape['responses']:,} responses of {shape['mean_length']:.1f} tokens{cut}; {self.seconds:.1f} s."
+            f"{statistics['responses']:,} responses of {statistics['mean_length']:.1f} tokens{truncated}; "
+            f"{self.seconds:.1f} s."
         )
-        if "mean_turns" in shape:
-            waited = f", {shape['mean_waited']:.2g} s of waiting" if shape["mean_waited"] >= WAITED else ""
-            called = f" {calls_words(shape['calls'])} of tools in all." if "calls" in shape else ""
-            notes.append(f"{shape['mean_turns']:.2f} turns per response{waited}.{called}")
+        if "mean_turns" in statistics:
+            waited = f", {statistics['mean_waited']:.2g} s of waiting" if statistics["mean_waited"] >= WAITED else ""
+            called = f" {calls_words(statistics['calls'])} of tools in all." if "calls" in statistics else ""
+            notes.append(f"{statistics['mean_turns']:.2f} turns per response{waited}.{called}")
         if self.errors:
             notes.append(
-                f"The reward failed on {len(self.errors)} responses, which are left out of every number. The first: "
+                f"The reward failed on {len(self.errors)} responses, which are excluded. The first error: "
                 f"{self.errors[0]}"
             )
-        head = f"{origin}: {about['task']}, {about['prompts']} held-out prompts{drawn}"
-        first = ["", "The first one:", *response_lines(self.rows[0], colour)] if "mean_turns" in shape else []
-        return "\n".join([head, "", *table(["", *shown], lines), "", *map(wrapped, notes), *first])
+        head = f"{origin}: {about['task']}, {about['prompts']} held-out prompts{sampling}"
+        first = ["", "The first response:", *response_lines(self.rows[0], colour)] if "mean_turns" in statistics else []
+        return "\n".join([head, "", *table(["", *measures], lines), "", *map(wrapped, notes), *first])
 
     def write(self, path: str | Path) -> Path:
-        """All responses as Parquet, one row each."""
+        """Write all responses to a Parquet file, one row each."""
         write_parquet(Path(path), self.rows, self.about["samples"])
         return Path(path)
 
@@ -111,21 +112,23 @@ def evaluate(
     rows: int | None = None,
     **settings: Any,
 ) -> Evaluation:
-    """A run (its newest checkpoint, that of a step, or the best), or a task with a bare model, on held-out prompts.
+    """Evaluate a run (its newest checkpoint, that of a step, or the best) or a bare model on held-out prompts.
 
     ascent.evaluate("runs/mine", best=True, samples=16)
     ascent.evaluate("reasoning-gym:chain_sum", model="folder", samples=16, options='{"max_terms": 2}')
 
-    `task` (with its settings) evaluates a run on another task than its own.
+    `task` (with its settings) evaluates a run on another task.
     """
     changes: dict[str, Any] = {"temperature": temperature, "device": device, "rows": rows}
     changes |= {"max_tokens": max_tokens, "min_tokens": min_tokens, "stop": stop}
     run, task = (source, task) if model is None else (None, source)
-    return evaluate_policy(find_policy(run, model, task, settings, step, best, **changes), prompts, samples, seed, show)
+    return evaluate_policy(
+        resolve_policy(run, model, task, settings, step, best, **changes), prompts, samples, seed, show
+    )
 
 
 def evaluate_policy(loaded: LoadedPolicy, prompts: int | None, samples: int, seed: int, show: bool) -> Evaluation:
-    """Greedy responses to held-out prompts and, for more than one sample, `samples` sampled ones."""
+    """Score greedy responses to held-out prompts and, for more than one sample, `samples` sampled ones."""
     check_counts(prompts=prompts, samples=samples)
     rows: list[Row] = []
     errors: list[str] = []
@@ -143,7 +146,7 @@ def evaluate_policy(loaded: LoadedPolicy, prompts: int | None, samples: int, see
                 advance(len(part))
         ends = task.space.end is not None
     if not any(row["valid"] for row in rows):
-        raise RunError(f"the reward failed on every one of {len(rows)} responses. The first: {errors[0]}")
+        raise RunError(f"the reward failed on all {len(rows)} responses. The first error: {errors[0]}")
     about = {"prompts": len(held_out), "samples": samples, "seed": seed, "ends": ends}
     return Evaluation(loaded.about() | about, rows, errors, results(rows), time.perf_counter() - begin)
 
@@ -151,13 +154,13 @@ def evaluate_policy(loaded: LoadedPolicy, prompts: int | None, samples: int, see
 def _responses(
     task: BoundTask, sampler: RolloutEngine, prompts: Prompts, samples: int, greedy: bool
 ) -> Iterator[tuple[list[Row], list[str]]]:
-    """Scored responses to all prompts, and why rewards failed, a part of the prompts at a time."""
+    """Yield scored responses and reward errors, a part of the prompts at a time."""
     at_once = max(1, 2 * sampler.rows // samples)
     for start in range(0, len(prompts), at_once):
         try:
             rollouts = sampler.generate(prompts[start : start + at_once], samples, greedy=greedy)
         except (torch.OutOfMemoryError, MemoryError) as error:
-            raise RunError(f"out of memory: lower --rows or --max-tokens. It said: {error}") from None
+            raise RunError(f"out of memory: lower --rows or --max-tokens ({error})") from None
         rows, failed = scored_rows(task, rollouts)
         for i, row in enumerate(rows):
             row["problem"] = start + i // samples
@@ -172,9 +175,9 @@ def _cell(value: PromptMean | None) -> str:
 
 
 def results(rows: list[Row]) -> dict[str, dict[str, PromptMean]]:
-    """Every measure over prompts. A response whose reward failed is in none; neither is a prompt without others.
+    """Return every measure over prompts. Responses with failed rewards, and prompts with no others, are excluded.
 
-    majority    the first response that gives the answer which most give (ties: the one seen first)
+    majority    the first response with the most frequent answer (ties: the answer seen first)
     best        the first response with the highest reward
     """
     valid = [row for row in rows if row["valid"]]
@@ -187,7 +190,7 @@ def results(rows: list[Row]) -> dict[str, dict[str, PromptMean]]:
         return measures
     every = list(groups.values())
     measures["mean"] = _means(every)
-    for k in powers(max(row["sample"] for row in rows) + 1):
+    for k in powers_of_two(max(row["sample"] for row in rows) + 1):
         enough = [group for group in every if len(group) >= k]
         measures[f"pass@{k}"] = _over_prompts(enough, partial(_pass_at, k), ("strict", "lenient"))
     measures["majority"] = _means([[group[majority([r["answer"] for r in group])]] for group in every])
@@ -196,8 +199,8 @@ def results(rows: list[Row]) -> dict[str, dict[str, PromptMean]]:
 
 
 def majority(answers: Sequence[str]) -> int:
-    """Which response stands for the vote. An empty answer has no vote, unless there is no other."""
-    votes = Counter(answer for answer in answers if answer)  # in the order in which they were first seen
+    """Return the index of the response that wins the majority vote. Empty answers count only if there is no other."""
+    votes = Counter(answer for answer in answers if answer)  # in order of first appearance
     return answers.index(max(votes, key=lambda answer: votes[answer])) if votes else 0
 
 
@@ -206,15 +209,15 @@ def _means(groups: list[list[Row]]) -> dict[str, PromptMean]:
 
 
 def _pass_at(k: int, right: list[float]) -> float:
-    return pass_at(k, len(right), int(sum(right)))
+    return pass_at_k(k, len(right), int(sum(right)))
 
 
 def _over_prompts(
     groups: list[list[Row]], score: Callable[[list[float]], float], measures: Sequence[str]
 ) -> dict[str, PromptMean]:
-    """For each measure the mean over prompts of the score of their responses' values, where there are any."""
+    """Return the mean over prompts of `score` of their responses' values, for each measure that has values."""
     means = {}
     for measure in measures:
         values = [[float(row[measure]) for row in group] for group in groups if group[0][measure] is not None]
-        means[measure] = prompt_mean([score(of_prompt) for of_prompt in values])
+        means[measure] = mean_over_prompts([score(of_prompt) for of_prompt in values])
     return {measure: mean for measure, mean in means.items() if mean is not None}

@@ -1,12 +1,13 @@
-"""Files of labelled responses to train on: preference pairs, and responses in steps.
+"""Create labeled training data from a policy: preference pairs, and responses with step labels.
 
-ascent pairs         two responses of a policy per prompt; the true reward, or your function, says which is better
-ascent label         responses of a policy, or of a file, compared by a judge (RLAIF)
-ascent label-steps   responses of a policy; each step has the mean reward of k continuations of the response up to there
+ascent pairs         two responses per prompt, compared by the true reward or by a function
+ascent label         responses of a policy or of a file, compared by a judge (RLAIF)
+ascent label-steps   responses in steps; a step's label is the mean reward of k continuations after it
 
 A step's label is an unbiased estimate of V, the value of that prefix under the policy (Wang et al. 2024,
-Math-Shepherd); the last step has the response's own reward. Answers of a judge and labels of steps are on disk as soon
-as they are known, so the same command continues after an interruption. FILE appears at once, when all is labelled.
+Math-Shepherd); the label of the last step is the reward of the response. A judge's answers and the labels of steps are
+written to disk immediately, so the same command continues after an interruption. FILE appears at the
+end.
 """
 
 import hashlib
@@ -37,37 +38,35 @@ from ascent.tasks.user_files import read_jsonl, write_jsonl
 from ascent.workflows.loaded_policy import LoadedPolicy, Row, run_policy
 
 PairLabel = Callable[[Any, Any, Any], bool | None]
-"""From a prompt and two responses: is the first one better? None: nobody can say."""
-PAIRS_AT_ONCE = 256
-"""Prompts that are answered at once for pairs."""
-STEPS_AT_ONCE = 8
-"""Prompts whose responses are continued together, and written down together."""
-ROUNDS = 20
-"""How many times the wanted number of prompts is tried, at most, before too few pairs are an error."""
+"""Returns whether the first of two responses to a prompt is better; None: undecided."""
+PAIR_BATCH_PROMPTS = 256
+"""Number of prompts that are sampled at a time for pairs."""
+PROMPTS_PER_CHUNK = 8
+"""Number of prompts whose responses are continued and written together."""
+MAX_PROMPTS_PER_PAIR = 20
+"""Maximum number of prompts per requested pair before too few pairs are an error."""
 
 
 def refuse_turns(prompts: Prompts) -> None:
-    """Refuse conversations: a file of responses has no place for what was said in between."""
+    """Raise ConfigError for multi-turn tasks: the files have no place for observations."""
     if prompts.start_episodes is not None:
-        raise ConfigError(
-            "this task's responses have several turns; pairs and labelled steps are of responses with one"
-        )
+        raise ConfigError("pairs and step labels need single-turn responses, but this task has several turns")
 
 
 def refuse_existing(out: Path) -> None:
-    """Refuse a file that is already there, or whose folder is not."""
+    """Raise ConfigError for a file that exists or whose folder does not exist."""
     if out.exists() or not out.parent.is_dir():
         why = "already there, and nothing is overwritten" if out.exists() else f"there is no folder {out.parent}"
         raise ConfigError(f"{out}: {why}. Choose another file")
 
 
-def side_file(out: Path, kind: str, *job: Any) -> Path:
-    """pairs.jsonl -> pairs.ties.jsonl. With a job, its hash is in the name, so that no other job takes the file up."""
-    mark = f"-{hashlib.sha256(json.dumps(job).encode()).hexdigest()[:8]}" if job else ""
-    return out.with_name(f"{out.stem}.{kind}{mark}{out.suffix}")
+def sibling_file(out: Path, kind: str, *job: Any) -> Path:
+    """Return pairs.ties.jsonl for pairs.jsonl. With a job, its hash is part of the name."""
+    suffix = f"-{hashlib.sha256(json.dumps(job).encode()).hexdigest()[:8]}" if job else ""
+    return out.with_name(f"{out.stem}.{kind}{suffix}{out.suffix}")
 
 
-# ---- pairs, labelled by a reward or a function -------------------------------------------------------
+# ---- pairs, labeled by a reward or a function -------------------------------------------------------
 
 
 def make_pairs(
@@ -79,10 +78,10 @@ def make_pairs(
     reward: Any = None,
     step: int | None = None,
 ) -> Path:
-    """`count` pairs of a run's policy on its training prompts, into a file.
+    """Write `count` pairs of a run's policy on its training prompts to a file.
 
-    Without `label` the higher reward is chosen: the run's own, or `reward` in its place, for a policy that was
-    trained on a learned one. Equal responses, equal rewards and rewards that failed make no pair.
+    Without `label` the response with the higher reward is chosen. `reward` replaces the run's reward, for a policy that
+    was trained on a learned one. Equal responses, equal rewards and failed rewards make no pair.
     """
     out = Path(out)
     check_counts(count=count)
@@ -91,31 +90,31 @@ def make_pairs(
     if reward is not None:
         rewards = loaded.backend.reward_setting((reward,) if isinstance(reward, str) else reward)
         loaded = replace(loaded, config=replace(loaded.config, task=replace(loaded.config.task, reward=rewards)))
-    pairs = draw_pairs(loaded, count, seed, label)
+    pairs = sample_pairs(loaded, count, seed, label)
     if len(pairs) < count:
         raise RunError(
-            f"only {len(pairs)} of {count} pairs: the policy's two responses to a prompt are mostly equal, or earn the "
-            "same. Ask for fewer, or take an earlier checkpoint (--step), which tries more"
+            f"only {len(pairs)} of {count} pairs: the policy's two responses to a prompt are mostly equal, or have "
+            "equal rewards. Set a smaller count, or an earlier checkpoint (--step), which explores more"
         )
     write_jsonl(out, pairs)
     return out
 
 
-def draw_pairs(loaded: LoadedPolicy, count: int, seed: int, label: PairLabel | None = None) -> list[Row]:
-    """`count` pairs, or fewer where ROUNDS × count prompts have no more."""
+def sample_pairs(loaded: LoadedPolicy, count: int, seed: int, label: PairLabel | None = None) -> list[Row]:
+    """Return `count` pairs, or fewer if MAX_PROMPTS_PER_PAIR × count prompts do not yield more."""
     with closing(loaded.task()) as task:
         return list(itertools.islice(_pairs(loaded, task, count, seed, label), count))
 
 
 def _pairs(loaded: LoadedPolicy, task: BoundTask, count: int, seed: int, label: PairLabel | None) -> Iterator[Row]:
     generator = torch.Generator().manual_seed(seed + 5_000_011)
-    sampler, once = None, min(PAIRS_AT_ONCE, 2 * count)
-    for _ in range(-(-ROUNDS * count // once)):
-        prompts = task.draw(once, generator)
+    engine, batch_prompts = None, min(PAIR_BATCH_PROMPTS, 2 * count)
+    for _ in range(-(-MAX_PROMPTS_PER_PAIR * count // batch_prompts)):
+        prompts = task.draw(batch_prompts, generator)
         refuse_turns(prompts)
-        if sampler is None or loaded.backend.words:  # longer prompts may not fit
-            sampler = loaded.sampler(prompts, int(torch.randint(2**31, (1,), generator=generator)))
-        rollouts = sampler.generate(prompts, 2)
+        if engine is None or loaded.backend.words:  # an engine is sized for its prompts
+            engine = loaded.sampler(prompts, int(torch.randint(2**31, (1,), generator=generator)))
+        rollouts = engine.generate(prompts, 2)
         prefers = _by_reward(task, rollouts) if label is None else None
         for i in range(len(prompts)):
             chat = task.question(rollouts, i).chat
@@ -130,31 +129,33 @@ def _pairs(loaded: LoadedPolicy, task: BoundTask, count: int, seed: int, label: 
 
 
 def _by_reward(task: BoundTask, rollouts: Rollouts) -> list[bool | None]:
-    """Does the first response earn more? None where they earn the same, or one has no reward."""
+    """Return whether the first response of each pair has the higher reward; None if equal or failed."""
     scores = task.score(rollouts)
     first, second = scores.reward.sum(-1).unbind(1)
-    known = scores.valid.all(-1) & (first != second)
-    return [better if k else None for better, k in zip((first > second).tolist(), known.tolist(), strict=True)]
+    comparable = scores.valid.all(-1) & (first != second)
+    return [
+        is_better if ok else None for is_better, ok in zip((first > second).tolist(), comparable.tolist(), strict=True)
+    ]
 
 
-# ---- pairs, labelled by a judge ------------------------------------------------------------------------
+# ---- pairs, labeled by a judge ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class LabelledPairs:
-    """How many pairs were labelled, and where they are."""
+class LabeledPairs:
+    """The result of labeling: counts, the file and the judge's usage."""
 
     pairs: int
     ties: int
     failed: int
     equal: int
-    """Pairs of the same response twice: not asked."""
+    """Pairs of two equal responses, which the judge does not see."""
     file: Path
     words: str
 
     def text(self) -> str:
         more = [f"{self.ties} ties"] + [f"{self.failed} failed"] * bool(self.failed)
-        more += [f"{self.equal} with the same response twice, not asked"] * bool(self.equal)
+        more += [f"{self.equal} with two equal responses, not judged"] * bool(self.equal)
         return f"{self.pairs} pairs in {self.file} ({', '.join(more)}); {self.words}"
 
 
@@ -169,48 +170,50 @@ def label_pairs(
     ties: Literal["keep", "drop"] = "keep",
     max_failed: float = 0.1,
     show: bool = True,
-) -> LabelledPairs:
-    """Label the candidates of a file, or of a run's policy, into `out`. What was asked before is not asked again."""
+) -> LabeledPairs:
+    """Label the candidates of a file or of a run's policy and write them to `out`; reuse the judge's cached answers."""
     source, out = Path(source), Path(out)
     refuse_existing(out)
-    judge = replace(judge.insist(), cache=judge.cache or str(side_file(out, "answers")))
+    judge = replace(judge.insist(), cache=judge.cache or str(sibling_file(out, "answers")))
     if (source / "run.json").exists():
         check_counts(prompts=prompts)
         check_counts(2, samples=samples)
         loaded = run_policy(source)
-        source = side_file(out, "candidates", str(source.resolve()), loaded.step, prompts, samples, seed)
+        source = sibling_file(out, "candidates", str(source.resolve()), loaded.step, prompts, samples, seed)
         if not source.exists():
-            write_jsonl(source, draw_candidates(loaded, prompts, samples, seed))
+            write_jsonl(source, sample_candidates(loaded, prompts, samples, seed))
     candidates = read_candidates(source)
     different = [pair for pair in candidates if pair[1].strip() != pair[2].strip()]
     client = JudgeClient(judge)
-    try:  # the first Ctrl-C waits for the answers under way, because they are paid for
+    try:  # the first Ctrl-C waits for pending answers, because they are paid for
         with interruptible(client), progress(len(different), "pairs", show) as advance:
             verdicts = compare_responses(client, different, lambda _: advance(1))
     except KeyboardInterrupt:
-        kept = f"the answers received so far are kept in {judge.cache}"
-        raise KeyboardInterrupt(f"{kept}; run the same command again to continue ({out} is not written yet)") from None
+        cached = f"the answers received so far are kept in {judge.cache}"
+        raise KeyboardInterrupt(
+            f"{cached}; run the same command again to continue ({out} is not written yet)"
+        ) from None
     won, tied, failed = _sorted(different, verdicts, judge.model)
     for kind, rows in (("ties", tied if ties == "keep" else []), ("failed", failed)):
-        side_file(out, kind).unlink(missing_ok=True)
+        sibling_file(out, kind).unlink(missing_ok=True)
         if rows:
-            write_jsonl(side_file(out, kind), rows)
+            write_jsonl(sibling_file(out, kind), rows)
     if len(failed) > max_failed * len(different):
         raise RunError(
             f"the judge failed on {len(failed)} of {len(different)} pairs, more than --max-failed {max_failed:g} "
-            f"allows ({side_file(out, 'failed')}). The answers received so far are kept; run the same command again "
+            f"allows ({sibling_file(out, 'failed')}). The answers received so far are kept; run the same command again "
             f"to continue. The first failure: {failed[0]['why']}"
         )
     if not won:
         raise RunError(f"of {len(candidates)} pairs, none has a winner: {len(tied)} ties. Nothing is written to {out}")
     write_jsonl(out, won)
-    return LabelledPairs(len(won), len(tied), len(failed), len(candidates) - len(different), out, client.counts.words())
+    return LabeledPairs(len(won), len(tied), len(failed), len(candidates) - len(different), out, client.counts.words())
 
 
 def _sorted(
     candidates: Sequence[Pair], verdicts: Sequence[Preference | JudgeError], model: str
 ) -> tuple[list[Row], list[Row], list[Row]]:
-    """Pairs with a winner, ties, and failures with what the judge had said."""
+    """Split pairs into those with a winner, ties, and failures with the judge's raw answer."""
     won, tied, failed = [], [], []
     for (prompt, *both, _), verdict in zip(candidates, verdicts, strict=True):
         row = {"prompt": prompt, "responses": both}
@@ -226,7 +229,7 @@ def _sorted(
 
 
 def read_candidates(path: Path) -> list[Pair]:
-    """Rows with a prompt and `responses`, of which every two are compared; or pairs, which are labelled anew."""
+    """Read rows with a prompt and `responses`, all pairs of which are compared, or pairs, which are labeled again."""
     every: list[Pair] = []
     for where, row in read_jsonl(path):
         responses = row.get("responses", [row[name] for name in ("chosen", "rejected") if name in row])
@@ -245,10 +248,10 @@ def read_candidates(path: Path) -> list[Pair]:
     return every
 
 
-def draw_candidates(loaded: LoadedPolicy, prompts: int, samples: int, seed: int) -> list[Row]:
-    """`samples` responses of a policy to each of `prompts` training prompts, which the seed decides."""
+def sample_candidates(loaded: LoadedPolicy, prompts: int, samples: int, seed: int) -> list[Row]:
+    """Sample `samples` responses to each of `prompts` training prompts, reproducibly by the seed."""
     if not loaded.backend.words:
-        raise ConfigError(f"{loaded.run}: its responses are not words, and a judge reads words")
+        raise ConfigError(f"{loaded.run}: a judge needs text, and this policy does not generate text")
     rows = []
     with closing(loaded.task()) as task:
         drawn = task.draw(prompts, torch.Generator().manual_seed(seed + 5_000_011))
@@ -276,34 +279,34 @@ def label_steps(
     separator: str = SEPARATOR,
     show: bool = True,
 ) -> Path:
-    """Responses of a run's policy to training prompts, cut into steps, each step with its label."""
+    """Write responses of a run's policy to training prompts, split into labeled steps."""
     run, out = Path(run), Path(out)
     refuse_existing(out)
     check_counts(prompts=prompts, samples=samples, rollouts=rollouts)
     loaded = run_policy(run)
-    kept = side_file(out, "partial", str(run.resolve()), loaded.step, prompts, samples, rollouts, seed, separator)
+    kept = sibling_file(out, "partial", str(run.resolve()), loaded.step, prompts, samples, rollouts, seed, separator)
     with closing(loaded.task()) as task, progress(prompts, "prompts", show) as advance, open(kept, "ab") as file:
         drawn = task.draw(prompts, torch.Generator().manual_seed(seed + 6_000_011))
         done = len(read_lines(kept))  # one line for every chunk of prompts
-        file.truncate(kept.read_bytes().rfind(b"\n") + 1)  # an incomplete line is written anew
-        advance(min(done * STEPS_AT_ONCE, prompts))
-        for chunk in range(done, -(-prompts // STEPS_AT_ONCE)):
-            part = drawn[chunk * STEPS_AT_ONCE : (chunk + 1) * STEPS_AT_ONCE]
-            labeller = Labeller(loaded, task, part, rollouts, separator, seed + 7_000_003 * (chunk + 1))
-            file.write(json.dumps({"rows": labeller.rows(samples)}).encode() + b"\n")
+        file.truncate(kept.read_bytes().rfind(b"\n") + 1)  # drop an incomplete line
+        advance(min(done * PROMPTS_PER_CHUNK, prompts))
+        for chunk in range(done, -(-prompts // PROMPTS_PER_CHUNK)):
+            part = drawn[chunk * PROMPTS_PER_CHUNK : (chunk + 1) * PROMPTS_PER_CHUNK]
+            labeler = StepLabeler(loaded, task, part, rollouts, separator, seed + 7_000_003 * (chunk + 1))
+            file.write(json.dumps({"rows": labeler.rows(samples)}).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
             advance(len(part))
     rows = [row for chunk in read_lines(kept) for row in chunk["rows"]]
     if not rows:
-        raise RunError(f"of {prompts * samples} responses none could be labelled: all were empty, or the reward failed")
+        raise RunError(f"of {prompts * samples} responses none could be labeled: they were empty, or the reward failed")
     write_jsonl(out, rows)
     kept.unlink()
     return out
 
 
-class Labeller:
-    """Labels the steps of responses to a few prompts. The seed decides all that is drawn."""
+class StepLabeler:
+    """Labels the steps of responses to a few prompts, reproducibly by the seed."""
 
     def __init__(
         self, loaded: LoadedPolicy, task: BoundTask, prompts: Prompts, rollouts: int, separator: str, seed: int
@@ -316,7 +319,7 @@ class Labeller:
         drawn = self.sampler.generate(self.prompts, samples)
         batch, errors = score_rollouts(self.task, drawn)
         if errors and not bool(batch.valid.any()):
-            raise RunError(f"the reward failed on every response. The first: {errors[0]}")
+            raise RunError(f"the reward failed on every response. The first error: {errors[0]}")
         rows: list[Row] = []
         places: list[int] = []
         prefixes: list[list[int]] = []
@@ -336,7 +339,7 @@ class Labeller:
         return [row for row in rows if None not in row["labels"]]
 
     def values(self, places: list[int], prefixes: list[list[int]]) -> list[float | None]:
-        """The mean reward of continuations of each prefix of the prompt at its place; None where all rewards failed."""
+        """Return the mean reward of continuations of each prefix; None if all rewards failed."""
         if not prefixes:
             return []
         batch, _ = score_rollouts(self.task, self.continued(self.prompts[torch.tensor(places)], prefixes))
@@ -345,15 +348,15 @@ class Labeller:
         return [value if some else None for value, some in zip(mean.tolist(), (count > 0).tolist(), strict=True)]
 
     def continued(self, prompts: Prompts, prefixes: list[list[int]]) -> Rollouts:
-        """Whole responses: `count` continuations of every prefix, each up to its end token."""
+        """Return `count` continuations of every prefix as complete responses, up to the end token."""
         loaded, ends = self.loaded, self.task.ends
         groups = loaded.backend.continue_responses(
             loaded.config, loaded.policy, prompts, prefixes, self.count, self.sampler
         )
-        for prefix, group in zip(prefixes, groups, strict=True):  # no end token stands inside a prefix
+        for prefix, group in zip(prefixes, groups, strict=True):  # prefixes contain no end token
             for ids in group:
                 del ids[next((t + 1 for t in range(len(prefix), len(ids)) if ids[t] in ends), len(ids)) :]
         truncated = torch.tensor([[bool(ends) and ids[-1] not in ends for ids in group] for group in groups])
         response, mask = pad_responses(groups)
-        more: dict[str, Any] = {"truncated": truncated, "can_end": bool(ends), "problem": prompts.problem}
-        return Rollouts(prompts.prompt, response, mask, torch.zeros(mask.shape), self.task.space.limit, **more)
+        extra: dict[str, Any] = {"truncated": truncated, "can_end": bool(ends), "problem": prompts.problem}
+        return Rollouts(prompts.prompt, response, mask, torch.zeros(mask.shape), self.task.space.limit, **extra)

@@ -1,4 +1,4 @@
-"""A policy that is asked or exported and not trained: that of a run's checkpoint, or a bare model; its responses."""
+"""Load the policy of a run or a bare model to sample from it, score it or export it."""
 
 import os
 import shutil
@@ -37,47 +37,47 @@ Source = str | Path | None
 
 @dataclass(frozen=True)
 class LoadedPolicy:
-    """A policy, the task that it is asked about, and how it is sampled (all in `config`)."""
+    """A policy with its task and sampling parameters (both in `config`)."""
 
     config: Config
     policy: Any
     run: Path | None = None
     step: int | None = None
-    """The checkpoint's, where it is a run's."""
+    """The step of the checkpoint, if the policy comes from a run."""
 
     @property
     def backend(self) -> Backend:
         return backend_of(self.config)
 
     def about(self) -> dict[str, Any]:
-        """Where it came from and how it is sampled, for records."""
+        """Return the source of the policy and its sampling parameters, for records."""
         model = getattr(self.config.policy, "model", None)
         origin = {"run": None if self.run is None else str(self.run), "step": self.step, "model": model}
         settings = {name: getattr(self.config, name) for name in SAMPLING_SETTINGS}
         return origin | {"task": task_name(self.config)} | settings
 
     def task(self) -> BoundTask:
-        """The task, bound to the policy's tokens and to its rewards. The caller closes it."""
+        """Return the task, bound to the policy's tokenizer and its rewards. The caller closes it."""
         check_rewards(self.backend, self.config.task)
         return bind_task(self.backend, self.config.task, self.policy)
 
     def unscored_task(self) -> BoundTask:
-        """The task without its learned rewards and judges, to read and write prompts and responses."""
+        """Return the task without learned rewards and judges, to encode prompts and decode responses."""
         return self.backend.bind(self.config.task, self.policy, {})
 
     def sampler(self, prompts: Prompts, seed: int) -> RolloutEngine:
-        """A sampler for these prompts, whose draws the seed decides."""
+        """Return a rollout engine for these prompts, seeded with `seed`."""
         return self.backend.engine_for_prompts(self.config, self.policy, prompts, seed, self.step or 0)
 
 
-def find_policy(
+def resolve_policy(
     run: Source, model: Source, task: Any, settings: dict[str, Any], step: int | None, best: bool, **changes: Any
 ) -> LoadedPolicy:
-    """The policy of a run, or a bare model, on a task with these settings; `own`, or None, is the run's own task."""
+    """Load the policy of a run or a bare model, with a task; `own` or None is the run's task."""
     if (run is None) == (model is None):
-        raise ConfigError("name a run or a model to ask, and not both")
+        raise ConfigError("set either a run or a model")
     if task is None and settings:
-        raise ConfigError(f"{', '.join(settings)}: settings of a task, and no task was named; a run brings its own")
+        raise ConfigError(f"{', '.join(settings)}: these are settings of a task, but no task is set")
     if model is not None:
         return model_policy(str(model), task, settings, **changes)
     assert run is not None
@@ -88,36 +88,38 @@ def find_policy(
 def run_policy(
     run: str | Path, step: int | None = None, best: bool = False, task: Any = None, **changes: Any
 ) -> LoadedPolicy:
-    """The newest checkpoint of a run (or that of a step, or the best), on its own task or on another."""
-    existing = Run(run)
-    path, config = existing.checkpoint(step, best), existing.config
-    check_trains_policy(config, existing.folder)
+    """Load the newest checkpoint of a run (or that of a step, or the best), with its task or another one."""
+    trained = Run(run)
+    path, config = trained.checkpoint(step, best), trained.config
+    check_trains_policy(config, trained.folder)
     if task is not None:
         flag = f"--task {name_of(task)}"
         if task.kind != config.task.kind:
-            raise ConfigError(f"{flag}: it is a {task.kind} task, and the run {run} is of {task_name(config)}")
+            raise ConfigError(
+                f"{flag}: this is a {task.kind} task, but the run {run} was trained on {task_name(config)}"
+            )
         backend_of(config).check_task(config, task, flag)
         config = replace(config, algorithm=Algorithm(), task=task)
-    config = for_asking(config, **changes)
-    return LoadedPolicy(config, load_policy(config, path), existing.folder, checkpoint.step_of(path))
+    config = sampling_config(config, **changes)
+    return LoadedPolicy(config, load_policy(config, path), trained.folder, checkpoint.step_of(path))
 
 
 def model_policy(model: str, task: Any = None, settings: dict[str, Any] | None = None, **changes: Any) -> LoadedPolicy:
-    """A bare model: a folder or a name on the hub. Without a task it is only asked, and nothing is scored."""
+    """Load a bare model from a folder or the Hugging Face hub. Without a task nothing is scored."""
     if (Path(model) / "run.json").exists():
-        raise ConfigError(f"--model {model}: that is a run. Name it first, without --model")
+        raise ConfigError(f"--model {model}: this is a run: pass it as the first argument, without --model")
     settings = {"policy": "causal-lm"} | (settings or {}) | {"model": model}
     return untrained_policy(configure(TextTask() if task is None else task, settings), **changes)
 
 
 def untrained_policy(config: Config, **changes: Any) -> LoadedPolicy:
-    """The policy of a config before any training."""
-    config = for_asking(config, **changes)
+    """Return the policy of a config before training."""
+    config = sampling_config(config, **changes)
     return LoadedPolicy(config, backend_of(config).policy(config, None))
 
 
-def for_asking(config: Config, **changes: Any) -> Config:
-    """The config with other ways to sample; what is None stays as it is. Nothing in it concerns training any more."""
+def sampling_config(config: Config, **changes: Any) -> Config:
+    """Return the config without its training settings, with the sampling parameters in `changes` that are not None."""
     changes = {name: value for name, value in changes.items() if value is not None}
     config = replace(config, algorithm=Algorithm(), init=None)
     return backend_of(config).with_settings(config, changes)
@@ -127,22 +129,24 @@ def for_asking(config: Config, **changes: Any) -> Config:
 
 
 def unscored(rollouts: Rollouts) -> Batch:
-    """Rollouts with what their environments paid, and nothing besides."""
+    """Return rollouts as a batch with the rewards of their environments only."""
     valid = torch.ones_like(rollouts.truncated) if rollouts.valid is None else rollouts.valid
-    nothing = torch.zeros(*rollouts.truncated.shape, 1)
-    return to_batch(rollouts, valid=valid, reward=nothing if rollouts.reward is None else rollouts.reward)
+    zeros = torch.zeros(*rollouts.truncated.shape, 1)
+    return to_batch(rollouts, valid=valid, reward=zeros if rollouts.reward is None else rollouts.reward)
 
 
 def conversations(task: BoundTask, batch: Batch) -> list[Row]:
-    """For each response of several turns, in order: its `turns`, one dictionary a speech, and why it `ended`."""
+    """Return the `turns` of each multi-turn response, one dictionary per message, and why it `ended`."""
     if batch.turn is None:
         return [{} for _ in range(batch.valid.numel())]
     rows = [(row, conversation(row)) for row in sampled_rows(0, batch, len(batch.prompt), TokenTexts(task))]
-    return [{"turns": [speech._asdict() for speech in said], "ended": ending(row, said)} for row, said in rows]
+    return [
+        {"turns": [message._asdict() for message in messages], "ended": ending(row, messages)} for row, messages in rows
+    ]
 
 
-def response_rows(task: BoundTask, prompt: str, rollouts: Rollouts, group: int) -> list[Row]:
-    """The responses to one prompt, in words and tokens with their log-probs."""
+def unscored_response_rows(task: BoundTask, prompt: str, rollouts: Rollouts, group: int) -> list[Row]:
+    """Return the responses to one prompt as text and as tokens with their log-probs."""
     rows = []
     for sample, mask in enumerate(rollouts.mask[group]):
         ids = rollouts.response[group, sample][mask].tolist()
@@ -161,19 +165,19 @@ def response_rows(task: BoundTask, prompt: str, rollouts: Rollouts, group: int) 
 
 
 def scored_rows(task: BoundTask, rollouts: Rollouts) -> tuple[list[Row], list[str]]:
-    """Every response with its score and the reason for it, and why rewards failed.
+    """Return every response with its score and reason, and the errors of failed rewards.
 
-    strict      right, and in the form that was asked for (None where nobody can say)
-    lenient     right, in whatever form (None for small tasks)
-    reward      None where it failed, and then `valid` is False
-    answer      what it votes for in a majority
+    strict      right and in the requested form (None if the task does not check answers)
+    lenient     right in any form (None for small tasks)
+    reward      None if it failed; then `valid` is False
+    answer      the answer that counts in a majority vote
     """
     batch, errors = score_rollouts(task, rollouts)
     lenient = batch.measure_names.index("lenient") if "lenient" in batch.measure_names else None
     every: list[Row] = []
     for group in range(len(rollouts.prompt)):
         question = task.question(rollouts, group)
-        rows = response_rows(task, question.words, rollouts, group)
+        rows = unscored_response_rows(task, question.words, rollouts, group)
         for sample, row in enumerate(rows):
             valid = bool(batch.valid[group, sample])
             row |= {
@@ -188,7 +192,7 @@ def scored_rows(task: BoundTask, rollouts: Rollouts) -> tuple[list[Row], list[st
             if lenient is not None and valid and batch.measures is not None:
                 row["lenient"] = bool(batch.measures[group, sample, lenient])
         every += rows
-    return [row | said for row, said in zip(every, conversations(task, batch), strict=True)], errors
+    return [row | turns for row, turns in zip(every, conversations(task, batch), strict=True)], errors
 
 
 # ---- `ascent sample`: what a policy answers to a prompt ----------------------------------------------
@@ -217,41 +221,43 @@ def sample(
     device: str | None = None,
     **settings: Any,
 ) -> list[Row]:
-    """Responses of a run or a bare model to prompts, or with scores to the held-out problems of a task.
+    """Sample responses of a run or a bare model to prompts, or scored responses to held-out problems of a task.
 
     ascent.sample("runs/mine", "What is 3 + 4?", count=4)
     ascent.sample(model="folder", prompts=["What is 3 + 4?"], greedy=True)
     ascent.sample("runs/mine", task="own", count=8)
 
-    A run is asked as in training, with its system message and instruction, unless `plain`.
+    Prompts get the system message and instruction of training, unless `plain`.
     """
     changes: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     changes |= {"max_tokens": max_tokens, "min_tokens": min_tokens, "stop": stop, "system": system, "device": device}
-    loaded = find_policy(run, model, task, settings, step, best, **changes)
+    loaded = resolve_policy(run, model, task, settings, step, best, **changes)
     if task is not None:
-        return problems(loaded, count or 4, greedy, seed)
-    return ask(loaded, [prompts] if isinstance(prompts, str) else prompts, count or 1, greedy, plain, seed)
+        return answer_held_out(loaded, count or 4, greedy, seed)
+    return answer_prompts(loaded, [prompts] if isinstance(prompts, str) else prompts, count or 1, greedy, plain, seed)
 
 
-def ask(loaded: LoadedPolicy, prompts: Sequence[str], count: int, greedy: bool, plain: bool, seed: int) -> list[Row]:
-    """`count` responses to each prompt, with scores where the prompt says all that is needed for one."""
+def answer_prompts(
+    loaded: LoadedPolicy, prompts: Sequence[str], count: int, greedy: bool, plain: bool, seed: int
+) -> list[Row]:
+    """Return `count` responses to each prompt, scored if the prompt alone determines the answer."""
     if not prompts:
-        raise ConfigError("nothing to ask: give a prompt, or several")
+        raise ConfigError("no prompts: pass at least one")
     check_counts(count=count)
     if greedy and count > 1:
-        raise ConfigError(f"--count {count} with --greedy: all would be the same")
+        raise ConfigError(f"--count {count} with --greedy: greedy responses are all equal")
     task = loaded.unscored_task()
     typed, words = task.read_prompts(prompts, plain)
     rollouts = loaded.sampler(typed, seed).generate(typed, count, greedy)
     if loaded.backend.words:  # a typed prompt has no answer to score by
-        rows = [row for i, prompt in enumerate(words) for row in response_rows(task, prompt, rollouts, i)]
-        talks = conversations(task, unscored(rollouts))
-        return [row | said for row, said in zip(rows, talks, strict=True)]
+        rows = [row for i, prompt in enumerate(words) for row in unscored_response_rows(task, prompt, rollouts, i)]
+        conversation_rows = conversations(task, unscored(rollouts))
+        return [row | turns for row, turns in zip(rows, conversation_rows, strict=True)]
     return scored_rows(task, rollouts)[0]
 
 
-def problems(loaded: LoadedPolicy, count: int, greedy: bool, seed: int) -> list[Row]:
-    """One response to each of `count` held-out problems, with its score and reason."""
+def answer_held_out(loaded: LoadedPolicy, count: int, greedy: bool, seed: int) -> list[Row]:
+    """Return one scored response to each of `count` held-out problems."""
     check_counts(count=count)
     with closing(loaded.task()) as task:
         prompts = task.held_out(count)
@@ -259,14 +265,14 @@ def problems(loaded: LoadedPolicy, count: int, greedy: bool, seed: int) -> list[
 
 
 def responses_text(rows: list[Row], piece: Callable[[int], str] | None = None, colour: bool = False) -> str:
-    """Responses below their prompts, for a terminal. With `piece`, which spells a token, every token's log-prob."""
+    """Format responses below their prompts for a terminal; with `piece`, a token decoder, also token log-probs."""
     lines: list[str] = []
     for row in rows:
         if row["sample"] == 0:
             lines += ["", *_titled("prompt", row["prompt"])]
             if row.get("gold") is not None:
                 lines += _titled("answer", row["gold"])
-        ended = "cut off at the limit" if row["truncated"] else "ended"
+        ended = "truncated" if row["truncated"] else "ended"
         head = f"{row['length']} tokens, {ended}, log-prob {sum(row['logp']):.3f}"
         lines += ["", f"response {row['sample'] + 1}: {head}", *response_lines(row, colour)]
         if "valid" in row:
@@ -278,10 +284,10 @@ def responses_text(rows: list[Row], piece: Callable[[int], str] | None = None, c
 
 
 def response_lines(row: Row, colour: bool) -> list[str]:
-    """The words of a response, or its conversation."""
+    """Return the text of a response, or its conversation."""
     if not row.get("turns"):
         return [printable(row["response"])]
-    return conversation_lines([Speech(**said) for said in row["turns"]], row["ended"], colour)
+    return conversation_lines([Speech(**message) for message in row["turns"]], row["ended"], colour)
 
 
 def _titled(title: str, words: str) -> list[str]:
@@ -290,10 +296,10 @@ def _titled(title: str, words: str) -> list[str]:
 
 
 def _score(row: Row) -> str:
-    why = f" ({row['reason']})" if row["reason"] and not row.get("turns") else ""  # a conversation says why it ended
+    why = f" ({row['reason']})" if row["reason"] and not row.get("turns") else ""  # a conversation states why it ended
     if not row["valid"]:
         return f"the reward failed{why}"
-    form = "right, but not in the form that was asked for" if row["lenient"] else "wrong"
+    form = "right, but not in the requested form" if row["lenient"] else "wrong"
     form = "" if row["strict"] is None else "right, " if row["strict"] else f"{form}, "
     return f"{form}reward {row['reward']:g}{why}"
 
@@ -310,13 +316,13 @@ def export(
     push: str | None = None,
     public: bool = False,
 ) -> Path:
-    """The newest checkpoint of a run (or that of a step, or the best) as a folder that `from_pretrained` loads.
+    """Export the newest checkpoint of a run (or that of a step, or the best) as a folder for `from_pretrained`.
 
-    LoRA adapters are merged in. The folder is written aside and renamed, so it is there whole or not at all. `push` is
-    the name of a repository on the Hugging Face hub, which then gets the same files; a new one is private, or `public`.
+    LoRA adapters are merged. The folder is written aside and renamed, so it is never incomplete. `push` is the name of
+    a repository on the Hugging Face hub that gets the same files; a new one is private unless `public`.
     """
     if public and push is None:
-        raise ConfigError("public is about what is pushed to the hub: set push too, to the repository's name")
+        raise ConfigError("public needs push: set it to the name of the repository")
     existing, folder = Run(run), Path(folder)
     path, config = existing.checkpoint(step, best), existing.config
     check_trains_policy(config, existing.folder)

@@ -15,7 +15,7 @@ from ascent.core.errors import ConfigError
 from ascent.explain.explain import latex, meanings, objective_in_words
 from ascent.explain.latex import unicode_in
 from ascent.runs.run_info import run_label, task_name
-from ascent.runs.statistics import PromptMean, prompt_mean
+from ascent.runs.statistics import PromptMean, mean_over_prompts
 
 # ── the card ────────────────────────────────────────────────────────────────────────────────────
 
@@ -92,7 +92,7 @@ def _figures(run: Run, step: int) -> Iterator[str]:
         rows = [row for row in _recorded(run, last["step"]) if row["valid"]]
         right = [float(row["correct"]) for row in rows if row.get("correct") is not None]
         for name, values in (("right", right), ("reward", [float(row["reward"]) for row in rows])):
-            if (mean := prompt_mean(values)) is not None:
+            if (mean := mean_over_prompts(values)) is not None:
                 lines.append(f"| … of the {len(values)} recorded prompts: {name} | {_spelled(mean)} | {when} |")
     trained = [line for line in run.metrics[:step] if line.get("reward") is not None]
     if trained:

@@ -69,7 +69,7 @@ class Service:
         self.here = policy.engine == "local"
         self.sampler = loaded.backend.serving_engine(config, lm, self.context, self.version)
         self.slots = self.sampler.rows + (serving.queue or 3 * self.sampler.rows)
-        self.room = cache_tokens(lm, serving.cache, self.context) if self.here else 0
+        self.room = cpu_cache_tokens(lm, serving.cache, self.context) if self.here else 0
         self.key, self.queue = serving.key or secrets.token_urlsafe(32), RequestQueue(self.slots)
         adapter = None if self.here else get_adapter(policy.engine)
         settings = SessionSettings(
@@ -135,7 +135,7 @@ def with_engine(policy: Any, serving: ServeSettings) -> Any:
 
 
 @contextmanager
-def service_of(
+def running_service(
     loaded: LoadedPolicy, serving: ServeSettings, name: str = "policy", say: Callable[[str], None] = lambda _: None
 ) -> Iterator[Service]:
     service = Service(loaded, serving, name)
@@ -146,7 +146,7 @@ def service_of(
         service.close()
 
 
-def cache_tokens(lm: Any, gib: float, context: int) -> int:
+def cpu_cache_tokens(lm: Any, gib: float, context: int) -> int:
     """Tokens whose keys and values fit into so much memory; 0: the decoder sees for itself what fits on its card."""
     if lm.device.type != "cpu":
         return 0
@@ -168,7 +168,7 @@ def serve_policy(loaded: LoadedPolicy, serving: ServeSettings, name: str, key_sh
     def say(words: str) -> None:
         print(words, file=sys.stderr, flush=True)
 
-    with service_of(loaded, serving, name, say) as service:
+    with running_service(loaded, serving, name, say) as service:
         by = "" if service.here else f" by {serving.engine}"
         sizes = f"{service.sampler.rows} requests at once, {service.context} tokens each"
         print(f"{name} is served{by} at {service.url}: {sizes}.")

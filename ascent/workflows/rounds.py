@@ -1,14 +1,14 @@
-"""`ascent rounds`: iterative GRPO (Shao et al. 2024) as rounds of ordinary runs in one folder. The loop does not know.
+"""`ascent rounds`: iterative GRPO (Shao et al. 2024) as ordinary runs in one folder.
 
     FOLDER/rounds.json            every setting, so that `ascent rounds FOLDER` continues
-    FOLDER/round_1/pairs.jsonl    two responses of the policy so far per prompt, labelled by the true reward or a judge
-    FOLDER/round_1/learned.jsonl  those, and a share of the pairs of earlier rounds
-    FOLDER/round_1/reward-model/  a run on them, from the reward model of the round before
-    FOLDER/round_1/policy/        a run on that reward, from the policy of the round before, which is its reference
-    FOLDER/round_1/true.json      the true reward of that policy's greedy answers to held-out prompts
+    FOLDER/round_1/pairs.jsonl    two responses of the current policy per prompt, labeled by the true reward or a judge
+    FOLDER/round_1/learned.jsonl  those, and some pairs of earlier rounds
+    FOLDER/round_1/reward-model/  a run on learned.jsonl, initialized from the previous reward model
+    FOLDER/round_1/policy/        a run on that reward, initialized from the previous policy, which is its reference
+    FOLDER/round_1/true.json      the true reward of the policy's greedy answers to held-out prompts
     FOLDER/round_2/…
 
-Each part is there whole or not at all, or is a run that can be resumed. What is finished is not done again.
+Files are written atomically and runs can be resumed. Finished parts are not repeated.
 """
 
 import json
@@ -39,33 +39,33 @@ from ascent.runs.trust import check_trust, record_run
 from ascent.runs.untrusted_files import naming_file, read_json
 from ascent.settings import config_from, configure, flatten
 from ascent.tasks.user_files import absolute_path, read_jsonl, write_jsonl
-from ascent.workflows.labels import draw_candidates, draw_pairs, label_pairs
-from ascent.workflows.loaded_policy import LoadedPolicy, Row, for_asking, untrained_policy
+from ascent.workflows.labels import label_pairs, sample_candidates, sample_pairs
+from ascent.workflows.loaded_policy import LoadedPolicy, Row, sampling_config, untrained_policy
 
 ROUNDS_FILE = "rounds.json"
 
 
 @dataclass(frozen=True)
 class RoundsPlan:
-    """How many rounds, and what happens in each."""
+    """The number of rounds and their settings."""
 
     rounds: int = 3
-    """Rounds of pairs, a reward model and a policy."""
+    """Rounds, each of which trains a reward model and a policy."""
     pairs: int = 256
-    """New pairs in each."""
+    """New pairs per round."""
     replay: float = 0.1
-    """Share of a reward model's pairs that are of earlier rounds."""
+    """Fraction of a reward model's pairs that comes from earlier rounds."""
     judge: str | None = None
-    """A judge's TOML file. None: the task's own reward labels the pairs, and is hidden from the policy."""
+    """A judge's TOML file. None: the task's reward labels the pairs and is hidden from the policy."""
 
     def __post_init__(self) -> None:
         check_counts(rounds=self.rounds, pairs=self.pairs)
         if not 0 <= self.replay < 1:
-            raise ConfigError(f"--replay is {self.replay:g}: a share of old pairs, from 0 to below 1")
+            raise ConfigError(f"--replay is {self.replay:g}: a fraction of old pairs, at least 0 and below 1")
 
 
 class Rounds:
-    """The rounds of a folder: `go` does what is still to be done."""
+    """The rounds of a folder; `run_all` continues them."""
 
     def __init__(self, folder: Path, config: Config, plan: RoundsPlan, reward_model: dict[str, Any], show: bool = True):
         self.folder, self.config, self.plan, self.show = folder, config, plan, show
@@ -73,42 +73,40 @@ class Rounds:
         """Settings of the reward models' runs."""
         self.backend = backend_of(config)
         self.backend.check(config)
-        self.reward_model_config(Path("pairs.jsonl"), 1)  # what would fail in a later part is refused now
+        self.reward_model_config(Path("pairs.jsonl"), 1)  # raise errors of later parts now
         if plan.judge is not None:
             if not self.backend.words:
-                raise ConfigError(
-                    "--judge with a small task: a judge reads words. Leave it out: the true reward labels"
-                )
+                raise ConfigError("--judge needs a text task: leave it out, and the true reward labels the pairs")
             read_judge(plan.judge).insist()
         if any(not source.startswith("judge:") for source in self.backend.reward_sources(config.task)):
             raise ConfigError(
-                f"--reward {config.task.reward}: in rounds this is the true reward, which labels pairs, so it "
-                "cannot be a learned one"
+                f"--reward {config.task.reward}: in rounds this is the true reward that labels the pairs, so it "
+                "cannot be a learned reward"
             )
         if config.data != "samples":
-            raise ConfigError("--algorithm: the policy of a round learns from its own samples, as in grpo")
+            raise ConfigError("--algorithm: rounds need an algorithm that samples from the policy, such as grpo")
 
-    def go(self) -> None:
-        """Every part of every round that is not finished yet, in order."""
+    def run_all(self) -> None:
+        """Run every unfinished part of every round, in order."""
         for number in range(1, self.plan.rounds + 1):
-            here = self.part(number)
-            here.mkdir(parents=True, exist_ok=True)
-            self.once(here / "pairs.jsonl", partial(self.make_pairs, number))
-            self.once(here / "learned.jsonl", partial(self.mix, number))
-            self.run(here / "reward-model", partial(self.reward_model_config, here / "learned.jsonl", number))
-            self.run(here / "policy", partial(self.policy_config, number))
-            self.once(here / "true.json", partial(self.measure, number))
+            folder = self.path_of(number)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.make_once(folder / "pairs.jsonl", partial(self.make_pairs, number))
+            self.make_once(folder / "learned.jsonl", partial(self.mix_pairs, number))
+            self.run(folder / "reward-model", partial(self.reward_model_config, folder / "learned.jsonl", number))
+            self.run(folder / "policy", partial(self.policy_config, number))
+            self.make_once(folder / "true.json", partial(self.evaluate_true_reward, number))
 
-    def part(self, number: int, name: str = "") -> Path:
+    def path_of(self, number: int, name: str = "") -> Path:
         return self.folder / f"round_{number}" / name
 
-    def once(self, path: Path, make: Callable[[Path], Any]) -> None:
-        """A file that appears whole: if it is there, it is finished."""
+    def make_once(self, path: Path, make: Callable[[Path], Any]) -> None:
+        """Make a file unless it exists; files are written atomically."""
         if not path.exists():
             make(path)
 
     def run(self, path: Path, config: Callable[[], Config]) -> None:
-        """A run: started, resumed, or left as it is where it is finished."""
+        """Start or resume a run; do nothing if it is finished."""
         display = for_stream() if self.show else Display()
         new = not (path / "run.json").exists()
         run = start(config(), path, display, preflight=False) if new else resume(path, display)
@@ -116,68 +114,67 @@ class Rounds:
             raise KeyboardInterrupt(f"{path} is saved")
 
     def make_pairs(self, number: int, path: Path) -> None:
-        """New pairs of the policy so far, labelled by the judge, or by the true reward, whatever it was trained on."""
+        """Write new pairs of the current policy, labeled by the judge or by the true reward."""
         loaded, seed = self.policy_before(number), self.config.seed + number
         if self.plan.judge is None:
-            rows = draw_pairs(loaded, self.plan.pairs, seed)
-            self.insist(rows, number)
+            rows = sample_pairs(loaded, self.plan.pairs, seed)
+            self.check_pairs(rows, number)
             write_jsonl(path, rows)
             return
         candidates = path.with_name("candidates.jsonl")
         if not candidates.exists():
-            write_jsonl(candidates, draw_candidates(loaded, self.plan.pairs, 2, seed))
+            write_jsonl(candidates, sample_candidates(loaded, self.plan.pairs, 2, seed))
         label_pairs(candidates, path, read_judge(self.plan.judge), show=self.show)
         try:
-            self.insist([row for _, row in read_jsonl(path)], number)
+            self.check_pairs([row for _, row in read_jsonl(path)], number)
         except RunError:
             path.unlink()
             raise
 
-    def insist(self, rows: list[Row], number: int) -> None:
-        """Enough pairs to train a reward model on some prompts and test it on others; fewer than planned are told."""
+    def check_pairs(self, rows: list[Row], number: int) -> None:
+        """Raise RunError for too few pairs to train and test a reward model; print if there are fewer than planned."""
         if len({json.dumps(row["prompt"]) for row in rows}) < 2:
             raise RunError(
-                f"round {number}: {len(rows)} pairs with a winner, and a reward model needs at least two prompts: "
-                "a prompt's responses are equal, or nobody can say which is better. Ask for more --pairs in a new "
-                "folder"
+                f"round {number}: {len(rows)} pairs have a winner, but a reward model needs pairs of at least two "
+                "prompts: responses are equal or could not be compared. Set more --pairs in a new folder"
             )
         if self.show and len(rows) < self.plan.pairs:
             winners = f"only {len(rows)} of {self.plan.pairs} planned pairs have a winner"
-            print(f"round {number}: {winners}. The reward model learns from those", file=sys.stderr, flush=True)
+            print(f"round {number}: {winners}. The reward model is trained on these", file=sys.stderr, flush=True)
 
-    def mix(self, number: int, path: Path) -> None:
-        """The new pairs and a random draw of old ones: as many as the wanted share of all pairs needs."""
-        new = [row for _, row in read_jsonl(self.part(number, "pairs.jsonl"))]
-        old = [row for n in range(1, number) for _, row in read_jsonl(self.part(n, "pairs.jsonl"))]
+    def mix_pairs(self, number: int, path: Path) -> None:
+        """Write the new pairs and a random sample of old ones, whose number follows from `replay`."""
+        new = [row for _, row in read_jsonl(self.path_of(number, "pairs.jsonl"))]
+        old = [row for n in range(1, number) for _, row in read_jsonl(self.path_of(n, "pairs.jsonl"))]
         count = min(len(old), round(len(new) * self.plan.replay / (1 - self.plan.replay)))
         order = torch.randperm(len(old), generator=torch.Generator().manual_seed(self.config.seed + number))
         write_jsonl(path, new + [old[i] for i in order[:count].tolist()])
 
     def policy_before(self, number: int) -> LoadedPolicy:
-        """The policy that a round starts from, on the true reward: of the round before, of --init, or untrained."""
-        source = self.part(number - 1, "policy") if number > 1 else self.config.init
+        """Return the initial policy of a round with the true reward: of the previous round, of --init, or untrained."""
+        source = self.path_of(number - 1, "policy") if number > 1 else self.config.init
         if source is None:
             return untrained_policy(self.config)
-        return LoadedPolicy(for_asking(self.config), load_policy(self.config, init_folder(source)))
+        return LoadedPolicy(sampling_config(self.config), load_policy(self.config, init_folder(source)))
 
     def policy_config(self, number: int) -> Config:
-        """The training of a round: on the learned reward, from the last policy, which is then its reference."""
-        learned = self.backend.reward_setting([f"model:{self.part(number, 'reward-model').resolve()}"])
-        init = str(self.part(number - 1, "policy")) if number > 1 else self.config.init
+        """Return the config of a round's policy: the learned reward, initialized from the previous policy."""
+        learned = self.backend.reward_setting([f"model:{self.path_of(number, 'reward-model').resolve()}"])
+        init = str(self.path_of(number - 1, "policy")) if number > 1 else self.config.init
         task = replace(self.config.task, reward=learned)
         return replace(self.config, task=task, init=init, seed=self.config.seed + number - 1)
 
     def reward_model_config(self, file: Path, number: int) -> Config:
-        """The training of a round's reward model, from that of the round before."""
+        """Return the config of a round's reward model, initialized from the previous one."""
         task, settings = self.backend.reward_model_task(self.config, file)
         base: dict[str, Any] = {"seed": self.config.seed, "threads": self.config.threads}
         base |= flatten({"policy": to_dict(self.config.policy)})
         if number > 1:
-            base["init"] = str(self.part(number - 1, "reward-model"))
+            base["init"] = str(self.path_of(number - 1, "reward-model"))
         return configure(task, settings, base, self.reward_model)
 
-    def measure(self, number: int, path: Path) -> None:
-        """The true reward of the round's policy: of its greedy answers to held-out prompts."""
+    def evaluate_true_reward(self, number: int, path: Path) -> None:
+        """Write the true reward of the round's policy on held-out prompts (greedy)."""
         loaded = self.policy_before(number + 1)
         with closing(loaded.task()) as task:
             prompts = task.held_out(self.config.eval_prompts)
@@ -186,13 +183,13 @@ class Rounds:
         write_json(path, {"reward": float(total.mean()) if len(total) else None, "prompts": len(total)})
 
     def summary(self) -> list[dict[str, Any]]:
-        """A row for each finished round: the learned reward beside the true one."""
+        """Return a row per finished round with the learned and the true reward."""
         rows = []
         for number in range(1, self.plan.rounds + 1):
-            if not self.part(number, "true.json").exists():
+            if not self.path_of(number, "true.json").exists():
                 break
-            model, policy = (Run(self.part(number, name)).last for name in ("reward-model", "policy"))
-            pairs, learned = (len(read_jsonl(self.part(number, f"{name}.jsonl"))) for name in ("pairs", "learned"))
+            model, policy = (Run(self.path_of(number, name)).last for name in ("reward-model", "policy"))
+            pairs, learned = (len(read_jsonl(self.path_of(number, f"{name}.jsonl"))) for name in ("pairs", "learned"))
             rows.append(
                 {
                     "round": number,
@@ -201,7 +198,7 @@ class Rounds:
                     "replayed": learned - pairs,
                     "reward model right": model.get("eval/pairs/accuracy"),
                     "learned reward": policy.get("eval/reward"),
-                    "true reward": read_json(self.part(number, "true.json"))["reward"],
+                    "true reward": read_json(self.path_of(number, "true.json"))["reward"],
                     "exactly right": policy.get("eval/accuracy"),
                     "kl": policy.get("kl"),
                 }
@@ -209,53 +206,53 @@ class Rounds:
         return rows
 
 
-def begin_rounds(
+def start_rounds(
     folder: Path, config: Config, plan: RoundsPlan, reward_model: dict[str, Any], show: bool = True
 ) -> Rounds:
-    """New rounds in a new folder; or those of the folder, if they were begun with the same settings."""
-    kept = read_json(folder / ROUNDS_FILE) if (folder / ROUNDS_FILE).exists() else {}
-    if not config.threads:  # those of the rounds, whoever computes here now
-        config = replace(config, threads=kept.get("config", {}).get("threads", 0))
+    """Create rounds in a new folder, or reopen those of the folder if their settings are the same."""
+    existing = read_json(folder / ROUNDS_FILE) if (folder / ROUNDS_FILE).exists() else {}
+    if not config.threads:  # keep the number of threads
+        config = replace(config, threads=existing.get("config", {}).get("threads", 0))
     config, _ = settled(config)
     if plan.judge is not None:
         plan = replace(plan, judge=absolute_path(plan.judge))
     settings: dict[str, Any] = {"plan": asdict(plan), "config": config.to_dict(), "reward_model": reward_model}
     rounds = Rounds(folder, config, plan, reward_model, show)
-    if kept:
-        if {name: kept.get(name) for name in settings} != json.loads(json.dumps(settings)):
-            raise ConfigError(f"--out {folder}: rounds with other settings. Continue those: ascent rounds {folder}")
+    if existing:
+        if {name: existing.get(name) for name in settings} != json.loads(json.dumps(settings)):
+            raise ConfigError(f"--out {folder}: rounds with other settings. To continue them: ascent rounds {folder}")
         return rounds
     if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"--out {folder}: already there and not empty. Choose another folder")
+        raise ConfigError(f"--out {folder}: the folder exists and is not empty. Choose another one")
     folder.mkdir(parents=True, exist_ok=True)
     settings["id"] = secrets.token_hex(16)
-    record_run(folder, all_settings(settings))  # first: rounds that are killed here can then be continued
+    record_run(folder, all_settings(settings))  # before rounds.json, so that rounds that are killed here can continue
     write_json(folder / ROUNDS_FILE, settings)
     return rounds
 
 
-def all_settings(kept: dict[str, Any]) -> dict[str, Any]:
-    """The settings of rounds as those of one run, to see what they use."""
-    judge, models = kept["plan"]["judge"], {f"rm.{name}": value for name, value in kept["reward_model"].items()}
-    return kept["config"] | models | {"id": kept.get("id"), "judge": judge and f"judge:{judge}"}
+def all_settings(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of rounds in the form of one run's, for the trust check."""
+    judge, models = saved["plan"]["judge"], {f"rm.{name}": value for name, value in saved["reward_model"].items()}
+    return saved["config"] | models | {"id": saved.get("id"), "judge": judge and f"judge:{judge}"}
 
 
 def reopen_rounds(folder: Path, show: bool = True) -> Rounds:
-    """The rounds of a folder, from any place."""
-    kept = read_json(folder / ROUNDS_FILE)
+    """Reopen the rounds of a folder."""
+    saved = read_json(folder / ROUNDS_FILE)
     with naming_file(folder / ROUNDS_FILE):
-        check_trust(folder, all_settings(kept))
-    return Rounds(folder, config_from(kept["config"]), RoundsPlan(**kept["plan"]), kept["reward_model"], show)
+        check_trust(folder, all_settings(saved))
+    return Rounds(folder, config_from(saved["config"]), RoundsPlan(**saved["plan"]), saved["reward_model"], show)
 
 
 def run_rounds(rounds: Rounds) -> list[dict[str, Any]]:
-    """Do what is still to be done, with the folder locked."""
+    """Run the unfinished parts with the folder locked, and return the summary."""
     lock = RunFolder(rounds.folder)
     lock.lock()
     try:
-        rounds.go()
+        rounds.run_all()
     except KeyboardInterrupt as stopped:
-        raise KeyboardInterrupt(f"{stopped or 'stopped'}. Continue with: ascent rounds {rounds.folder}") from None
+        raise KeyboardInterrupt(f"{stopped or 'stopped'}. To continue: ascent rounds {rounds.folder}") from None
     finally:
         lock.close()
     return rounds.summary()

@@ -22,7 +22,7 @@ from ascent.core.config import Config
 from ascent.core.errors import ConfigError, RunError
 from ascent.core.menu import name_of
 from ascent.runs.display.terminal import Display, progress
-from ascent.runs.statistics import interval, known, over_seeds
+from ascent.runs.statistics import compare_over_seeds, finite_or_none, mean_and_half_width
 from ascent.settings import config_from
 
 
@@ -128,11 +128,11 @@ def summarize_runs(runs: Mapping[str, list[Run]]) -> dict[str, Any]:
     """For each setting and measure: mean, half-width of its 95 % interval, paired difference to the first."""
     finals = {name: [_final(run) for run in group] for name, group in runs.items()}
     measures = {name: MEASURES if group[0].config.data == "samples" else MEASURES[:-1] for name, group in runs.items()}
-    rows = over_seeds({name: dict(enumerate(group)) for name, group in finals.items()}, measures)
+    rows = compare_over_seeds({name: dict(enumerate(group)) for name, group in finals.items()}, measures)
     for name, group in finals.items():
         for cost in COSTS:
-            rows[name][cost], half = interval([float(final[cost]) for final in group])
-            rows[name][f"{cost}_half"] = known(half)
+            rows[name][cost], half = mean_and_half_width([float(final[cost]) for final in group])
+            rows[name][f"{cost}_half"] = finite_or_none(half)
     return rows
 
 

@@ -32,7 +32,7 @@ from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.runs.run_info import run_label
 from ascent.settings import configure
 from ascent.tasks.small.sorting import Sort
-from ascent.workflows.loaded_policy import for_asking
+from ascent.workflows.loaded_policy import sampling_config
 
 QUICK = {"steps": 2, "prompts": 3, "samples": 4, "eval_every": 2, "eval_prompts": 4, "threads": 1, "seed": 3}
 NAMES = [backend.name for backend in BACKENDS]
@@ -331,7 +331,7 @@ def test_the_list_is_the_only_place_to_add_an_engine(monkeypatch: pytest.MonkeyP
 def test_a_shorter_limit_may_be_asked_for_whatever_the_run_was_trained_with() -> None:
     """Its margin for long responses is about training, and no longer in the way."""
     config = configure("countdown", {"algorithm": "dapo", "shaping.margin": 64, "policy.model": "unused"})
-    assert for_asking(config, max_tokens=32).task.max_tokens == 32
+    assert sampling_config(config, max_tokens=32).task.max_tokens == 32
 
 
 def test_a_bound_small_task_closes_and_reports_for_its_task() -> None:

@@ -16,7 +16,7 @@ import pytest
 import ascent
 from ascent.lab.report.run_report import report_of
 from ascent.runs.run_list import RunEntry
-from ascent.runs.statistics import interval
+from ascent.runs.statistics import mean_and_half_width
 from ascent.runs.untrusted_files import read_lines
 from tests.browser import PATIENCE, Lab, Screen, chromium, serious, until
 
@@ -207,7 +207,7 @@ def test_the_tables_say_what_the_files_hold(screen: Screen, runs: Path) -> None:
     cells = screen.page.locator(".ends tbody tr").nth(1).locator("td").all_inner_texts()
     said = dict(zip(heads[1:], cells, strict=True))["entropy"].split("\n")
     ends = {row: [last(runs, f"cmp/{row}-s{seed}", "entropy") for seed in (0, 1)] for row in ("grpo", "rloo")}
-    gap, _ = interval([b - a for a, b in zip(ends["grpo"], ends["rloo"], strict=True)])
+    gap, _ = mean_and_half_width([b - a for a, b in zip(ends["grpo"], ends["rloo"], strict=True)])
     number = float(said[1].replace("−", "-").split(" ")[0])
     digits = len(said[1].split(" ")[0].partition(".")[2])
     assert number == pytest.approx(gap, abs=0.51 * 10**-digits) and "±" in said[0] and "±" in said[1]

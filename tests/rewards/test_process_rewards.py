@@ -32,7 +32,7 @@ from ascent.runs.alerts.step_alerts import reward_weights
 from ascent.settings import configure
 from ascent.tasks.scoring import gains, offline_rollouts, pad_responses
 from ascent.tasks.small.sorting import Sort
-from ascent.workflows.labels import Labeller, label_steps
+from ascent.workflows.labels import StepLabeler, label_steps
 from ascent.workflows.loaded_policy import LoadedPolicy, untrained_policy
 from tests.cases import mostly_smokes
 from tests.tasks.test_text_tasks import sums, write
@@ -126,7 +126,7 @@ def test_the_mean_of_continuations_is_the_exact_value(end: bool) -> None:
         if length:
             heads, first = batch.response[0, rows][:, :length].unique(dim=0, return_inverse=True)
         loaded = LoadedPolicy(configure("sort", {"length": 2, "numbers": 3, "end": end}), policy)
-        labeller = Labeller(loaded, BoundSmallTask(task), Prompts.of(prompt[None]), 400, "", length)  # type: ignore[arg-type]
+        labeller = StepLabeler(loaded, BoundSmallTask(task), Prompts.of(prompt[None]), 400, "", length)  # type: ignore[arg-type]
         prefixes = [head.tolist() for head in heads]
         values = labeller.values([0] * len(heads), prefixes)
         drawn = labeller.continued(labeller.prompts[torch.zeros(len(heads), dtype=torch.long)], prefixes)
@@ -247,15 +247,15 @@ def test_training_on_a_process_reward_raises_the_true_one(trained: Path, tmp_pat
 def test_labelling_goes_on_where_it_was_stopped(hasty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"prompts": 40, "samples": 2, "rollouts": 3, "show": False}
     whole = label_steps(hasty / "policy", tmp_path / "whole.jsonl", **settings)
-    rows, seen = Labeller.rows, []
+    rows, seen = StepLabeler.rows, []
 
-    def dies(self: Labeller, samples: int) -> Any:
+    def dies(self: StepLabeler, samples: int) -> Any:
         seen.append(self)
         if len(seen) == 3:
             raise KeyboardInterrupt
         return rows(self, samples)
 
-    monkeypatch.setattr(Labeller, "rows", dies)
+    monkeypatch.setattr(StepLabeler, "rows", dies)
     with pytest.raises(KeyboardInterrupt):
         label_steps(hasty / "policy", tmp_path / "parts.jsonl", **settings)
     assert not (tmp_path / "parts.jsonl").exists()
@@ -287,7 +287,7 @@ def test_a_reward_that_always_fails_stops_labelling() -> None:
     settings = {"length": 2, "numbers": 3}
     loaded = untrained_policy(configure("sort", settings))
     task = Failing(Sort(**settings))
-    labeller = Labeller(loaded, task, Prompts.of(torch.tensor([[2, 0]])), 2, "", 0)  # type: ignore[arg-type]
+    labeller = StepLabeler(loaded, task, Prompts.of(torch.tensor([[2, 0]])), 2, "", 0)  # type: ignore[arg-type]
     with pytest.raises(RunError, match=r"the reward failed on every response\. The first: no number"):
         labeller.rows(2)
 
@@ -405,7 +405,7 @@ def test_prefixes_of_words_are_continued_within_the_limit(tiny_folder: Path, tmp
     loaded = untrained_policy(config)
     task: Any = loaded.task()
     prompts = task.draw(2, torch.Generator().manual_seed(0))
-    labeller = Labeller(loaded, task, prompts, 5, "\n", 0)
+    labeller = StepLabeler(loaded, task, prompts, 5, "\n", 0)
     heads = [[5, 6, 7], [9] * 20]
     drawn = labeller.continued(prompts, heads)
     lengths = drawn.mask.sum(-1)

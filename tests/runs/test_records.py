@@ -35,7 +35,7 @@ from ascent.runs.rollout_files import summary_rows
 from ascent.runs.run_folder import RunFolder
 from ascent.runs.run_reader import init_folder
 from ascent.runs.sharded_reader import read_parts
-from ascent.runs.statistics import over_seeds
+from ascent.runs.statistics import compare_over_seeds
 from ascent.runs.untrusted_files import naming_file, read_lines, read_regular
 
 RUNS = Path(__file__).parents[1] / "data" / "runs"
@@ -129,7 +129,7 @@ def test_the_panels_of_a_run(metrics: dict[str, float], panels: Any) -> None:
 
 def test_a_measure_that_is_not_finite_is_left_out_over_seeds() -> None:
     finals = {"a": {0: {"reward": 1.0}, 1: {"reward": 3.0}}, "b": {0: {"reward": float("nan")}, 1: {"reward": 4.0}}}
-    rows = over_seeds(finals, {"a": ["reward"], "b": ["reward"]})
+    rows = compare_over_seeds(finals, {"a": ["reward"], "b": ["reward"]})
     assert rows["a"]["reward"]["mean"] == 2.0 and rows["b"] == {}
 
 

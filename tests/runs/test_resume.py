@@ -399,7 +399,7 @@ def test_no_older_checkpoint_is_promised_where_there_is_none(killed: Path, capsy
 
 def test_going_back_to_a_checkpoint_that_is_not_there(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = said(capsys, "resume", killed, "--from", 4)
-    assert status == 2 and "There are: 3, 6" in text
+    assert status == 2 and "steps 3, 6" in text
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from ascent.models import CausalLM, LanguageModel
 from ascent.rewards.tokenized_task import TokenizedTask
 from ascent.runs.display.terminal import Lines, printable
 from ascent.runs.rollout_files import write_parquet
-from ascent.runs.statistics import pass_at, powers, prompt_mean, wilson
+from ascent.runs.statistics import mean_over_prompts, pass_at_k, powers_of_two, wilson
 from ascent.runs.untrusted_files import read_lines
 from ascent.tasks import Jsonl, ReasoningGym
 from ascent.workflows.evaluate import Evaluation, majority, results
@@ -138,16 +138,16 @@ def test_pass_at_k_is_the_share_of_all_subsets_that_hold_a_right_response(tried:
     responses = [True] * right + [False] * (tried - right)
     for k in range(1, tried + 1):
         subsets = list(itertools.combinations(responses, k))
-        assert pass_at(k, tried, right) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+        assert pass_at_k(k, tried, right) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
 
 
 def test_pass_at_1_is_the_share_and_what_cannot_be_is_an_error() -> None:
-    assert pass_at(1, 10, 3) == pytest.approx(0.3)
-    assert pass_at(8, 10, 3) == 1.0
+    assert pass_at_k(1, 10, 3) == pytest.approx(0.3)
+    assert pass_at_k(8, 10, 3) == 1.0
     for k, tried, right in ((0, 3, 1), (4, 3, 1), (1, 3, 4), (1, 3, -1)):
         with pytest.raises(ValueError, match="pass@"):
-            pass_at(k, tried, right)
-    assert [powers(n) for n in (1, 2, 3, 8, 10)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8], [1, 2, 4, 8, 10]]
+            pass_at_k(k, tried, right)
+    assert [powers_of_two(n) for n in (1, 2, 3, 8, 10)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8], [1, 2, 4, 8, 10]]
 
 
 def test_wilsons_interval_has_its_published_values() -> None:
@@ -162,14 +162,14 @@ def test_wilsons_interval_has_its_published_values() -> None:
 
 def test_the_bootstrap_covers_the_mean_of_nineteen_in_twenty() -> None:
     rng = np.random.default_rng(3)
-    found = [prompt_mean(rng.beta(2, 5, 40).tolist()) for _ in range(200)]
+    found = [mean_over_prompts(rng.beta(2, 5, 40).tolist()) for _ in range(200)]
     covered = sum(e is not None and e.low is not None and e.low <= 2 / 7 <= e.high for e in found)
     assert 180 <= covered <= 198
     values = rng.random(30).tolist()
-    assert prompt_mean(values) == prompt_mean(values)
-    assert prompt_mean([0.0, 1.0, 1.0, 0.0]) == wilson(2, 4)
-    assert prompt_mean([]) is None
-    assert prompt_mean([0.4])[1:] == prompt_mean([0.4, 0.4])[1:] == (None, None)  # type: ignore[index]
+    assert mean_over_prompts(values) == mean_over_prompts(values)
+    assert mean_over_prompts([0.0, 1.0, 1.0, 0.0]) == wilson(2, 4)
+    assert mean_over_prompts([]) is None
+    assert mean_over_prompts([0.4])[1:] == mean_over_prompts([0.4, 0.4])[1:] == (None, None)  # type: ignore[index]
 
 
 def test_a_majority_is_the_first_seen_of_equals_and_an_empty_answer_has_no_vote() -> None:
@@ -352,7 +352,7 @@ def test_failed_rewards_are_counted_shown_and_left_out(world: Path, tiny_folder:
     shown = ascent(*task, *flags)
     assert f"The reward failed on {with_e} responses" in shown.text and "I cannot read an e" in shown.text
     every = ascent(*task, *flags[:-1], f"python:{world}/rewards.py:fails")
-    assert every.status == 1 and "failed on every one of 45 responses" in every.err and "I never work" in every.err
+    assert every.status == 1 and "failed on all 45 responses" in every.err and "I never work" in every.err
 
 
 @pytest.mark.long
@@ -595,9 +595,9 @@ BAD: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "eval a task alone": (("eval", "gsm8k"), ("gsm8k is a task", "ascent eval gsm8k --model FOLDER")),
     "a model on a small world": (("eval", "sort", "--model", "MODEL"), ("sort", "not a text task")),
     "a model on a run": (("eval", "RUN", "--model", "MODEL"), ("RUN is a folder", "a run has its own model")),
-    "a run as a model": (("sample", "--model", "RUN", "hello"), ("that is a run",)),
+    "a run as a model": (("sample", "--model", "RUN", "hello"), ("this is a run",)),
     "no such model": (("sample", "--model", "./nowhere", "hello"), ("--model ./nowhere", "cannot be loaded")),
-    "a step that is not there": (("eval", "RUN", "--step", 7), ("--step 7", "There are: 1, 2")),
+    "a step that is not there": (("eval", "RUN", "--step", 7), ("--step 7", "steps 1, 2")),
     "a step and the best": (("eval", "RUN", "--step", 1, "--best"), ("--step 1 and --best",)),
     "a step of a bare model": (("sample", "--model", "MODEL", "x", "--best"), ("--best", "no checkpoints")),
     "no samples": (("eval", "RUN", "--samples", 0), ("--samples is 0", "at least 1")),
@@ -613,14 +613,14 @@ BAD: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "another world": (("eval", "SORT", "--task", "countdown"), ("--task countdown", "is a text task")),
     "a task and a model": (("eval", "jsonl:x", "--model", "MODEL", "--task", "sort"), ("--task sort with --model",)),
     "sample nothing": (("sample",), ("is missing: ascent sample RUN",)),
-    "greedy many times": (("sample", "RUN", "x", "--greedy", "--count", 2), ("--greedy", "the same")),
+    "greedy many times": (("sample", "RUN", "x", "--greedy", "--count", 2), ("--greedy", "all equal")),
     "a mass above 1": (("sample", "RUN", "x", "--top-p", 1.5), ("--top-p 1.5",)),
     "top-k for sort": (("sample", "SORT", "1 2", "--top-k", 3), ("--top-k", "sort")),
     "export nothing": (("export",), ("RUN",)),
     "export a small world": (("export", "SORT", "out"), ("small policy", "ascent.load", "params.safetensors")),
     "export onto a file": (("export", "RUN", "file"), ("file", "already there")),
     "export under a file": (("export", "RUN", "file/out"), ("file/out", "cannot write")),
-    "export no step": (("export", "RUN", "out", "--step", 9), ("--step 9", "There are: 1, 2")),
+    "export no step": (("export", "RUN", "out", "--step", 9), ("--step 9", "steps 1, 2")),
 }
 
 
@@ -666,20 +666,20 @@ def test_the_best_checkpoint_is_there_if_it_was_kept(tmp_path: Path) -> None:
     assert library.evaluate(kept.folder, show=False).about["step"] == 4
     run = library.train("lecture", out=tmp_path / "run", **few)
     assert run.metrics[0]["eval/accuracy"] == run.metrics[-1]["eval/accuracy"], "so that the first is the best"
-    with pytest.raises(ConfigError, match=r"--best.*step 1.*--keep-best.*There are: 4"):
+    with pytest.raises(ConfigError, match=r"--best.*step 1.*--keep-best.*steps 4"):
         run.checkpoint(best=True)
 
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ({}, "name a run or a model to ask, and not both"),
-        ({"run": "RUN", "model": "MODEL"}, "name a run or a model to ask, and not both"),
+        ({}, "set either a run or a model"),
+        ({"run": "RUN", "model": "MODEL"}, "set either a run or a model"),
         (
             {"run": "RUN", "options": "{}", "check": "exact"},
-            "options, check: settings of a task, and no task was named",
+            "options, check: these are settings of a task",
         ),
-        ({"run": "SORT", "prompts": []}, "nothing to ask: give a prompt, or several"),
+        ({"run": "SORT", "prompts": []}, "no prompts: pass at least one"),
         ({"run": "SORT", "prompts": "1 2", "count": -1}, "--count is -1"),
     ],
 )
@@ -707,7 +707,7 @@ def test_memory_that_runs_out_is_told_with_what_to_lower(
         raise error
 
     monkeypatch.setattr("ascent.rollout.small_policy_engine.SmallPolicyEngine.generate", generate)
-    with pytest.raises(RunError, match=r"out of memory: lower --rows or --max-tokens\. It said: no room"):
+    with pytest.raises(RunError, match=r"out of memory: lower --rows or --max-tokens \(no room\)"):
         library.evaluate(sorter.folder, show=False)
 
 
@@ -722,12 +722,12 @@ def conversation_row(*turns: tuple[str, float | None]) -> dict[str, Any]:
 def test_turns_calls_and_waiting_are_counted_by_hand() -> None:
     """Three turns of two responses; 0.5 s and 1.5 s of waiting; two calls and one more that does not parse."""
     rows = [conversation_row(("calls=2", 0.5), ("", None)), conversation_row(("calls=1 unparsed=1", 1.5))]
-    found = Evaluation({}, rows, [], {}, 0.0).shape()
+    found = Evaluation({}, rows, [], {}, 0.0).length_statistics()
     assert found == {
         "responses": 2, "truncated": 0.0, "mean_length": 3.0, "mean_turns": 1.5, "mean_waited": 1.0,
         "calls": {"calls": 3, "unparsed": 1},
     }  # fmt: skip
-    silent = Evaluation({}, [conversation_row(("", 0.0))], [], {}, 0.0).shape()
+    silent = Evaluation({}, [conversation_row(("", 0.0))], [], {}, 0.0).length_statistics()
     assert silent["mean_turns"] == 1 and silent["mean_waited"] == 0 and "calls" not in silent
 
 
@@ -742,7 +742,7 @@ def test_an_evaluation_of_conversations_reads_well(turns: tuple[Any, ...], words
     about = {"model": "m", "run": None, "task": "t", "prompts": 1, "samples": 1, "ends": True}
     row = conversation_row(*turns) | {"prompt": "p", "response": "r", "valid": True, "reward": 1.0, "ended": "done"}
     text = Evaluation(about, [row], [], {}, 0.0).text()
-    assert words in text.splitlines() and "The first one:" in text
+    assert words in text.splitlines() and "The first response:" in text
 
 
 def test_an_evaluation_reads_well(run: Run) -> None:

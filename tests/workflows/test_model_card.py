@@ -193,7 +193,7 @@ def test_a_second_push_is_what_the_repository_then_has(hub: StandIn, trained: Ru
 def test_a_public_repository_is_asked_for(hub: StandIn, trained: Run, tmp_path: Path) -> None:
     ascent.export(trained.folder, tmp_path / "out", push="alice/open", public=True)
     assert not hub.private["alice/open"]
-    with pytest.raises(ConfigError, match="set push too"):
+    with pytest.raises(ConfigError, match="public needs push"):
         ascent.export(trained.folder, tmp_path / "other", public=True)
 
 

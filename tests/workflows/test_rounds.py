@@ -22,7 +22,7 @@ from ascent.core.errors import ConfigError, RunError
 from ascent.runs.trust import record_run
 from ascent.settings import configure
 from ascent.workflows import labels, rounds
-from ascent.workflows.rounds import Rounds, RoundsPlan, begin_rounds, reopen_rounds, run_rounds
+from ascent.workflows.rounds import Rounds, RoundsPlan, reopen_rounds, run_rounds, start_rounds
 from tests.processes import Forked, wait_after
 from tests.rewards.test_judge import longer
 from tests.tasks.test_text_tasks import sums
@@ -39,7 +39,7 @@ def config_of(**more: Any) -> Any:
 
 
 def rounds_in(folder: Path, plan: RoundsPlan | None = None, **more: Any) -> Rounds:
-    return begin_rounds(folder, config_of(**more), plan or RoundsPlan(rounds=2, pairs=30), RATER, show=False)
+    return start_rounds(folder, config_of(**more), plan or RoundsPlan(rounds=2, pairs=30), RATER, show=False)
 
 
 def params(folder: Path, part: str) -> dict[str, torch.Tensor]:
@@ -116,7 +116,7 @@ def test_fewer_pairs_than_planned_are_said_and_fewer_than_two_refused(
     def some(count: int) -> Any:
         return lambda *_: [{"prompt": [i % 4, i // 4], "chosen": [0, 1], "rejected": [1, 1]} for i in range(count)]
 
-    made = begin_rounds(tmp_path / "out", config_of(), RoundsPlan(rounds=1, pairs=12), RATER, show=True)
+    made = start_rounds(tmp_path / "out", config_of(), RoundsPlan(rounds=1, pairs=12), RATER, show=True)
     made.folder.joinpath("round_1").mkdir()
     for count, words in ((8, "round 1: only 8 of 12 planned pairs"), (12, "")):
         monkeypatch.setattr(rounds, "draw_pairs", some(count))
@@ -347,7 +347,7 @@ def test_a_judge_labels_the_candidates_of_a_round(tmp_path: Path, tiny_folder: P
     )
     with serving(longer) as server:
         judge = str(judge_file(tmp_path, server))
-        made = begin_rounds(tmp_path / "out", config, RoundsPlan(rounds=1, pairs=6, judge=judge), {}, show=False)
+        made = start_rounds(tmp_path / "out", config, RoundsPlan(rounds=1, pairs=6, judge=judge), {}, show=False)
         made.part(1).mkdir()
         made.make_pairs(1, made.part(1, "pairs.jsonl"))
         pairs, asked = rows(made.part(1, "pairs.jsonl")), server.count
@@ -364,7 +364,7 @@ def test_a_judge_labels_the_candidates_of_a_round(tmp_path: Path, tiny_folder: P
     empty = tmp_path / "empty.toml"
     empty.write_text("")
     with pytest.raises(ConfigError, match="has no url"):
-        begin_rounds(tmp_path / "other", config, RoundsPlan(judge=str(empty)), {}, show=False)
+        start_rounds(tmp_path / "other", config, RoundsPlan(judge=str(empty)), {}, show=False)
 
 
 def test_the_true_reward_is_no_learned_one(whole: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from ascent.cli import train as training
 from ascent.cli.main import main
 from ascent.core.errors import ConfigError
 from ascent.runs.run_folder import is_locked
-from ascent.runs.statistics import interval, t_975
+from ascent.runs.statistics import mean_and_half_width, t_quantile
 from ascent.settings import configure
 from ascent.workflows import seed_comparison as comparison
 from tests.processes import Forked, Here, ascent_process, wait_after, write_sigint
@@ -210,14 +210,14 @@ def test_trouble_in_one_run_ends_the_comparison_with_its_reason(said: Any) -> No
 def test_t_quantiles_are_students() -> None:
     for freedom in range(1, 500):
         off = 5.1e-4 if freedom <= 30 else 1e-4  # a table of three decimals, then a formula
-        assert t_975(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), abs=off), freedom
+        assert t_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), abs=off), freedom
 
 
 def test_interval_of_known_numbers() -> None:
     """2, 4, 6: mean 4, s = 2, t(2) = 4.303, half = 4.303 · 2 / √3."""
-    mean, half = interval([2.0, 4.0, 6.0])
+    mean, half = mean_and_half_width([2.0, 4.0, 6.0])
     assert mean == 4 and half == pytest.approx(4.303 * 2 / math.sqrt(3))
-    assert interval([3.0])[0] == 3 and math.isnan(interval([3.0])[1])
+    assert mean_and_half_width([3.0])[0] == 3 and math.isnan(mean_and_half_width([3.0])[1])
 
 
 def test_an_interrupted_comparison_says_how_to_resume_it(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:

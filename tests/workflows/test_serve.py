@@ -25,7 +25,7 @@ from ascent.core.errors import ConfigError, RunError
 from ascent.settings import configure
 from ascent.workflows import policy_server
 from ascent.workflows.loaded_policy import LoadedPolicy, model_policy, untrained_policy
-from ascent.workflows.policy_server import ServeSettings, Service, service_of
+from ascent.workflows.policy_server import ServeSettings, Service, running_service
 
 pytestmark = pytest.mark.long
 LONG = 60
@@ -39,7 +39,9 @@ def loaded(tiny_folder: Path) -> LoadedPolicy:
 
 @contextmanager
 def running(loaded: LoadedPolicy, **more: Any) -> Iterator[Service]:
-    with service_of(loaded, ServeSettings(**{"port": 0, "rows": 4, "context": 1000, "cache": 1.0} | more)) as service:
+    with running_service(
+        loaded, ServeSettings(**{"port": 0, "rows": 4, "context": 1000, "cache": 1.0} | more)
+    ) as service:
         thread = threading.Thread(target=service.run)
         thread.start()
         try:
@@ -195,7 +197,7 @@ def test_a_sampler_that_fails_three_times_in_a_row_ends_the_server(
     monkeypatch.setattr(policy_server, "serve_requests", failing)
     said: list[str] = []
     failed = pytest.raises(RunError, match="the sampler failed 3 times in a row: out of luck")
-    with service_of(loaded, ServeSettings(port=0, rows=2, context=100, cache=1.0)) as service, failed:
+    with running_service(loaded, ServeSettings(port=0, rows=2, context=100, cache=1.0)) as service, failed:
         service.run(said.append)
     assert said == 3 * ["the sampler failed and begins anew: RuntimeError: out of luck"]
 

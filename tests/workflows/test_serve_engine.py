@@ -24,7 +24,7 @@ from ascent.core.errors import ConfigError, RunError
 from ascent.inference.remote import request_forwarder, weight_probe
 from ascent.models import CausalLM
 from ascent.workflows.loaded_policy import LoadedPolicy, model_policy
-from ascent.workflows.policy_server import ServeSettings, Service, service_of, with_engine
+from ascent.workflows.policy_server import ServeSettings, Service, running_service, with_engine
 from tests.inference.remote.test_remote_engine import every_engine, fake_environment, group_of, wait_for_end
 from tests.stand_in import serving
 from tests.workflows.test_serve import HELLO, LONG, post, until
@@ -52,7 +52,7 @@ def behind(loaded: LoadedPolicy, engine: str = "vllm", servers: int = 1, **more:
     settings = {"engine_url": tuple(each.url for each in made), "engine_deadline": float(LONG)}
     how = {"port": 0, "rows": 4, "context": 300, "engine": engine, "engine_settings": settings} | more
     try:
-        with service_of(loaded, ServeSettings(**how)) as service:
+        with running_service(loaded, ServeSettings(**how)) as service:
             service.sampler.health_check_interval = 0.05
             thread = threading.Thread(target=service.run)
             thread.start()
@@ -277,7 +277,7 @@ def test_an_engine_that_does_not_start_or_that_is_missing_is_trouble_and_nothing
     before = threading.enumerate()
     with (
         pytest.raises(RunError, match="no module named vllm"),
-        service_of(loaded, ServeSettings(port=0, engine="vllm", engine_settings=settings), "x", told.append),
+        running_service(loaded, ServeSettings(port=0, engine="vllm", engine_settings=settings), "x", told.append),
     ):
         raise AssertionError("it started")
     assert "vllm is starting: 0 of at most 600 seconds" in told[0]

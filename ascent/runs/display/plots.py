@@ -11,7 +11,7 @@ import numpy as np
 from ascent.core.metric_names import MISMATCH
 from ascent.runs.metrics import FRACTION_METRICS, chart_of, metric_title, series_label
 from ascent.runs.run_folder import unlinked
-from ascent.runs.statistics import interval
+from ascent.runs.statistics import mean_and_half_width
 
 PAIRS = ("rewards/accuracies", "eval/pairs/accuracy")
 GROUPS = ("frac_reward_zero_std", "frac_all_right")
@@ -159,7 +159,7 @@ def _band(axis: Any, runs: list[tuple[np.ndarray, np.ndarray]], i: int, share: b
         return
     values = np.stack([v[np.isin(steps, common)] for steps, v in runs])
     mean = values.mean(0)
-    half = np.array([interval(column)[1] for column in values.T]) if len(runs) > 1 else np.zeros(len(common))
+    half = np.array([mean_and_half_width(column)[1] for column in values.T]) if len(runs) > 1 else np.zeros(len(common))
     x = np.stack([place(r, common) for r in range(len(runs))]).mean(0)
     limits = (0, 1) if share else (-np.inf, np.inf)
     draw_line(axis, x, mean, line_style(i), ((mean - half).clip(*limits), (mean + half).clip(*limits)))
@@ -171,8 +171,8 @@ def _ends(axis: Any, curves: Curves, spent: Mapping[str, Sequence[Mapping[str, A
         last = [values[-1] for _, values in metrics["eval/accuracy"] if len(values)]
         if not last:
             continue
-        x, dx = interval([run["seconds"][-1] for run in spent[setting]])
-        y, dy = interval(last)
+        x, dx = mean_and_half_width([run["seconds"][-1] for run in spent[setting]])
+        y, dy = mean_and_half_width(last)
         color = COLORS[i % len(COLORS)]
         axis.errorbar(x, y, np.nan_to_num(dy), np.nan_to_num(dx), fmt="o", color=color, capsize=2, markersize=5)
     finish_panel(axis, "Where each ended, exactly right", "", True, "seconds per run")

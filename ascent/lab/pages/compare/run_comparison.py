@@ -19,7 +19,7 @@ from ascent.lab.pages.runs.page import run_row
 from ascent.runs.metric_columns import Columns, bucket_means, bucket_starts, bucket_width, numbers_or_none
 from ascent.runs.metrics import CHART_METRICS, COSTS, GREEDY, HEADLINES, chart_of, charts_with_data, evaluation_label
 from ascent.runs.run_list import RunEntry, find_run
-from ascent.runs.statistics import over_seeds, t_975
+from ascent.runs.statistics import compare_over_seeds, t_quantile
 from ascent.runs.trust import DESCRIPTION
 from ascent.runs.untrusted_files import finite_number, read_object
 
@@ -142,7 +142,7 @@ class Comparison:
                 mean = curve.values.mean(0)
                 line = {"x": numbers(curve.x), "bucket": width, "mean": numbers(mean)}
                 if (n := len(curves)) > 1:  # Student's t at every point
-                    half = t_975(n - 1) * curve.values.std(0, ddof=1) / np.sqrt(n)
+                    half = t_quantile(n - 1) * curve.values.std(0, ddof=1) / np.sqrt(n)
                     line["low"] = numbers(np.maximum(mean - half, -np.inf if low is None else low))
                     line["high"] = numbers(np.minimum(mean + half, np.inf if high is None else high))
             return line
@@ -188,7 +188,7 @@ class Comparison:
         held = {name: {r.pairing: final(self.columns[r.id]) for r in group} for name, group in self.groups.items()}
         of_base = (name for name, group in self.groups.items() if base in [run.id for run in group])
         first = next(of_base, next(iter(self.groups)))
-        rows = over_seeds({first: held[first]} | held, dict.fromkeys(held, MEASURES))
+        rows = compare_over_seeds({first: held[first]} | held, dict.fromkeys(held, MEASURES))
         reasons = {n: why for n, group in self.groups.items() if (why := unlike(self.groups[first], group))}
         for one in (one for name in reasons for one in rows[name].values()):
             for difference in one.keys() & {"difference", "difference_half", "pairs"}:
