@@ -209,7 +209,7 @@ class RoundsCommand(Command):
             print("\n".join(json.dumps(row) for row in rows))
             return
         print("\n".join(table(list(rows[0]), [[cell_text(value) for value in row.values()] for row in rows])))
-        print(f"Look closer: ascent show {rounds.part(len(rows), 'policy')}")
+        print(f"Look closer: ascent show {rounds.path_of(len(rows), 'policy')}")
 
 
 def reward_model_settings(args: list[str]) -> tuple[dict[str, Any], list[str]]:

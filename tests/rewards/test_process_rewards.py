@@ -273,7 +273,7 @@ def test_no_file_is_written_where_no_response_has_labels(
     hasty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BoundSmallTask, "cut_steps", lambda *_: ([], []))
-    with pytest.raises(RunError, match="of 6 responses none could be labelled"):
+    with pytest.raises(RunError, match="of 6 responses none could be labeled"):
         label_steps(hasty / "policy", tmp_path / "out.jsonl", prompts=3, samples=2, rollouts=2, show=False)
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -288,7 +288,7 @@ def test_a_reward_that_always_fails_stops_labelling() -> None:
     loaded = untrained_policy(configure("sort", settings))
     task = Failing(Sort(**settings))
     labeller = StepLabeler(loaded, task, Prompts.of(torch.tensor([[2, 0]])), 2, "", 0)  # type: ignore[arg-type]
-    with pytest.raises(RunError, match=r"the reward failed on every response\. The first: no number"):
+    with pytest.raises(RunError, match=r"the reward failed on every response\. The first error: no number"):
         labeller.rows(2)
 
 
@@ -453,7 +453,7 @@ def test_what_is_no_process_reward_is_refused(hasty: Path, scorer: Path, tmp_pat
         assemble(configure("sort", {"algorithm": "process-reward"}))
     with pytest.raises(ConfigError, match="a prompt of this task has 5 numbers"):
         SmallOfflineTask(Sort(labels=str(hasty / "steps.jsonl")), "steps", torch.Generator())
-    with pytest.raises(ConfigError, match="rates"):
+    with pytest.raises(ConfigError, match="scores responses"):
         label_steps(hasty / "process", tmp_path / "out.jsonl")
     task = Sort(length=2, numbers=4, reward=f"process:{hasty / 'process'}")
     rollouts = SmallPolicyEngine(policy_of(TINY, task.space), 1.0, torch.Generator()).generate(task.held_out(2), 2)

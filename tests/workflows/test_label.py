@@ -66,7 +66,7 @@ def test_candidates_become_pairs(here: Path, capsys: pytest.CaptureFixture[str])
     assert pairs[-1].prompt == [{"role": "user", "content": "again"}]
     assert server.count == 2 * 13, "both orders, and the same response twice not at all"
     out = capsys.readouterr()
-    assert "13 pairs in pairs.jsonl (0 ties, 1 with the same response twice, not asked); 26 answers" in out.out
+    assert "13 pairs in pairs.jsonl (0 ties, 1 with two equal responses, not judged); 26 answers" in out.out
     assert "13/13 pairs" in out.err
 
 
@@ -164,7 +164,7 @@ def test_what_cannot_be_labelled_is_refused(here: Path, capsys: pytest.CaptureFi
         ([here / "none.jsonl", "out.jsonl", *flags], "there is no file"),
         ([bad, "out.jsonl", *flags], "at least two responses"),
         ([numbers, "out.jsonl", *flags], "a response is words, and one is 2"),
-        (["small", "out.jsonl", *flags], "its responses are not words"),
+        (["small", "out.jsonl", *flags], "a judge needs text"),
         ([file, "out.jsonl", "--judge", "none.toml"], "there is no such file"),
     ]:
         assert label(*args) == 2

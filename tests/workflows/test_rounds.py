@@ -119,14 +119,14 @@ def test_fewer_pairs_than_planned_are_said_and_fewer_than_two_refused(
     made = start_rounds(tmp_path / "out", config_of(), RoundsPlan(rounds=1, pairs=12), RATER, show=True)
     made.folder.joinpath("round_1").mkdir()
     for count, words in ((8, "round 1: only 8 of 12 planned pairs"), (12, "")):
-        monkeypatch.setattr(rounds, "draw_pairs", some(count))
+        monkeypatch.setattr(rounds, "sample_pairs", some(count))
         made.make_pairs(1, tmp_path / f"{count}.jsonl")
         said = capsys.readouterr().err
         assert words in said and bool(words) == bool(said)
-    monkeypatch.setattr(rounds, "draw_pairs", some(1))
+    monkeypatch.setattr(rounds, "sample_pairs", some(1))
     with pytest.raises(RunError, match="at least two prompts"):
         made.make_pairs(1, tmp_path / "one.jsonl")
-    (tmp_path / "8.jsonl").rename(made.part(1, "pairs.jsonl"))
+    (tmp_path / "8.jsonl").rename(made.path_of(1, "pairs.jsonl"))
     made.show = False
     (row,) = run_rounds(made)
     assert (row["pairs"], row["planned"]) == (8, 12)
@@ -147,7 +147,7 @@ def test_the_share_is_of_all_pairs_as_far_as_there_are_old_ones(share: float, re
         folder = tmp_path / f"round_{number}"
         folder.mkdir()
         (folder / "pairs.jsonl").write_text("".join(f'{{"n": {number}, "i": {i}}}\n' for i in range(30)))
-    made.mix(2, tmp_path / "out.jsonl")
+    made.mix_pairs(2, tmp_path / "out.jsonl")
     found = rows(tmp_path / "out.jsonl")
     assert sum(row["n"] == 1 for row in found) == replayed == len({row["i"] for row in found if row["n"] == 1})
 
@@ -234,7 +234,7 @@ def test_the_command_goes_on_after_an_interrupt(
     with monkeypatch.context() as patched:
         patched.setattr(RunWriter, "step", interrupted)
         assert cli.main(args) == 130
-    assert "out/round_1/policy is saved. Continue with: ascent rounds out" in capsys.readouterr().err
+    assert "out/round_1/policy is saved. To continue: ascent rounds out" in capsys.readouterr().err
     assert len(Run("out/round_1/policy").metrics) == 3
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -296,8 +296,8 @@ def test_a_start_from_a_run(tmp_path: Path) -> None:
     [
         (["--rounds", "0"], "--rounds is 0"),
         (["--replay", "1"], "--replay is 1"),
-        (["--judge", "none.toml"], "a judge reads words"),
-        (["--algorithm", "sft"], "its own samples"),
+        (["--judge", "none.toml"], "needs a text task"),
+        (["--algorithm", "sft"], "samples from the policy"),
         (["--rm.nonsense", "1"], "no such setting"),
         (["--rm.steps"], "needs a value"),
         (["--out", "taken"], "not empty"),
@@ -348,19 +348,19 @@ def test_a_judge_labels_the_candidates_of_a_round(tmp_path: Path, tiny_folder: P
     with serving(longer) as server:
         judge = str(judge_file(tmp_path, server))
         made = start_rounds(tmp_path / "out", config, RoundsPlan(rounds=1, pairs=6, judge=judge), {}, show=False)
-        made.part(1).mkdir()
-        made.make_pairs(1, made.part(1, "pairs.jsonl"))
-        pairs, asked = rows(made.part(1, "pairs.jsonl")), server.count
-        assert len(rows(made.part(1, "candidates.jsonl"))) == 6 and asked > 0
+        made.path_of(1).mkdir()
+        made.make_pairs(1, made.path_of(1, "pairs.jsonl"))
+        pairs, asked = rows(made.path_of(1, "pairs.jsonl")), server.count
+        assert len(rows(made.path_of(1, "candidates.jsonl"))) == 6 and asked > 0
         assert len(pairs) > 1 and all(len(row["chosen"]) > len(row["rejected"]) for row in pairs)
-        drawn = made.part(1, "candidates.jsonl").read_text()
-        made.make_pairs(1, made.part(1, "again.jsonl"))
-        assert made.part(1, "candidates.jsonl").read_text() == drawn and server.count == asked, "nothing is paid twice"
+        drawn = made.path_of(1, "candidates.jsonl").read_text()
+        made.make_pairs(1, made.path_of(1, "again.jsonl"))
+        assert made.path_of(1, "candidates.jsonl").read_text() == drawn and server.count == asked, "nothing is paid twice"
         same_prompt = [{"prompt": "p", "responses": ["x", "y" * n]} for n in (2, 3)]
-        made.part(1, "candidates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in same_prompt))
+        made.path_of(1, "candidates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in same_prompt))
         with pytest.raises(RunError, match="at least two prompts"):
-            made.make_pairs(1, made.part(1, "one.jsonl"))
-        assert not made.part(1, "one.jsonl").exists(), "so that the next attempt labels again"
+            made.make_pairs(1, made.path_of(1, "one.jsonl"))
+        assert not made.path_of(1, "one.jsonl").exists(), "so that the next attempt labels again"
     empty = tmp_path / "empty.toml"
     empty.write_text("")
     with pytest.raises(ConfigError, match="has no url"):
@@ -368,5 +368,5 @@ def test_a_judge_labels_the_candidates_of_a_round(tmp_path: Path, tiny_folder: P
 
 
 def test_the_true_reward_is_no_learned_one(whole: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be a learned one"):
+    with pytest.raises(ConfigError, match="cannot be a learned reward"):
         rounds_in(tmp_path / "out", reward=f"model:{whole / 'round_1/reward-model'}")
