@@ -1,4 +1,4 @@
-"""`ascent serve`: a policy that OpenAI's clients can ask, on this machine or another."""
+"""`ascent serve`: an OpenAI-compatible server for a policy."""
 
 import copy
 import secrets
@@ -18,38 +18,38 @@ from ascent.inference.request_queue import RequestQueue
 from ascent.server.requirements import check_packages
 from ascent.workflows.loaded_policy import LoadedPolicy
 
-CONTEXT = 4096
-"""Tokens of a conversation where nobody says otherwise, and the model can read as many."""
-RESTARTS = 3
-"""Failures of the sampler in a row after which the server ends."""
+DEFAULT_CONTEXT = 4096
+"""Default maximum length of a conversation, if the model supports it."""
+MAX_FAILURES = 3
+"""Consecutive failures of the engine after which the server stops."""
 
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """How a policy is served."""
+    """Settings of the server."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     key: str = ""
-    """Of the server; empty: one is made."""
+    """API key of the server; empty: generate one."""
     certificate: str = ""
     private_key: str = ""
     rows: int = 0
-    """Requests that are decoded at once; 0: as many as suit the device."""
+    """Maximum number of running requests; 0: choose by device."""
     queue: int = 0
-    """Requests that wait beside them before others are told to come back; 0: three times as many."""
+    """Maximum number of waiting requests before the server returns 429; 0: three times `rows`."""
     context: int = 0
-    """Tokens of a conversation; 0: what the model reads, at most 4,096."""
+    """Maximum tokens of a conversation; 0: the limit of the model, at most 4,096."""
     cache: float = 4.0
-    """GiB of keys and values on a CPU."""
+    """GiB of KV cache on a CPU."""
     engine: str = "local"
-    """Who decodes: this process, or vllm or sglang."""
+    """The engine: local (this process), vllm or sglang."""
     engine_settings: Mapping[str, Any] = field(default_factory=dict)
-    """Those of `CausalLM` whose names begin with `engine_`: where the engine is, and how it is started."""
+    """The fields of `CausalLM` that begin with `engine_`: address and start command of the engine."""
 
 
-class Service:
-    """A policy behind an endpoint. `start` it; then `run` decodes in the calling thread until `close`."""
+class PolicyServer:
+    """An HTTP endpoint for a policy. After `start`, `run` decodes in the calling thread until `close`."""
 
     def __init__(self, loaded: LoadedPolicy, serving: ServeSettings, name: str):
         check_packages("ascent serve")
@@ -58,12 +58,14 @@ class Service:
         from ascent.server.open_sessions import SessionSettings
 
         if not loaded.backend.words:
-            loaded.backend.serving_engine(loaded.config, loaded.policy, serving.context, 0)  # which says why not
+            loaded.backend.serving_engine(
+                loaded.config, loaded.policy, serving.context, 0
+            )  # raises a ConfigError with the reason
         lm = loaded.policy
         if not lm.tokenizer.chat_template:
-            raise ConfigError("the tokenizer has no chat template: set one, so that messages can be written")
-        reads = getattr(lm.config, "max_position_embeddings", None) or CONTEXT
-        self.context, self.version = serving.context or min(reads, CONTEXT), loaded.step or 0
+            raise ConfigError("the tokenizer has no chat template: set one to format messages")
+        max_positions = getattr(lm.config, "max_position_embeddings", None) or DEFAULT_CONTEXT
+        self.context, self.version = serving.context or min(max_positions, DEFAULT_CONTEXT), loaded.step or 0
         policy = replace(with_engine(loaded.config.policy, serving), rows=serving.rows)
         config = replace(loaded.config, policy=policy)
         self.here = policy.engine == "local"
@@ -91,15 +93,15 @@ class Service:
         self.url = f"{scheme}://{host}:{self.server.port}/v1"
 
     def start(self, say: Callable[[str], None] = lambda _: None) -> None:
-        """Start the engine, if there is one, and then answer."""
+        """Start the engine, if it is remote, and the HTTP server."""
         if not self.here:
             self.sampler.server_pool.on_status = say
             self.sampler.load({}, self.version)
         self.server.start()
 
     def run(self, say: Callable[[str], None] = lambda _: None) -> None:
-        """Decode what is asked for. A failure is told to whoever waits, and the sampler begins anew."""
-        failed = 0
+        """Serve requests. If the engine fails, fail the pending requests and restart the engine."""
+        failures = 0
         while not self.queue.closed:
             before = self.endpoint.counts["requests"]
             try:
@@ -108,14 +110,14 @@ class Service:
                 else:
                     forward_requests(self.sampler, self.queue)
             except Exception as error:
-                failed = failed + 1 if self.endpoint.counts["requests"] - before <= self.slots else 1
-                self.queue.fail(f"the sampler failed: {type(error).__name__}")
-                say(f"the sampler failed and begins anew: {type(error).__name__}: {error}")
-                if failed >= RESTARTS:
-                    raise RunError(f"the sampler failed {failed} times in a row: {error}") from error
+                failures = failures + 1 if self.endpoint.counts["requests"] - before <= self.slots else 1
+                self.queue.fail(f"the engine failed: {type(error).__name__}")
+                say(f"the engine failed and restarts: {type(error).__name__}: {error}")
+                if failures >= MAX_FAILURES:
+                    raise RunError(f"the engine failed {failures} times in a row: {error}") from error
 
     def close(self) -> None:
-        """The engine that was started here is ended, with all that it has started."""
+        """Stop the server and the engine that it started."""
         try:
             self.queue.close()
             self.server.close()
@@ -125,10 +127,10 @@ class Service:
 
 
 def with_engine(policy: Any, serving: ServeSettings) -> Any:
-    """The policy with the engine that is asked for. One that a run was sampled with keeps its place if none is said."""
-    own = policy.engine == serving.engine and not {"engine_url", "engine_python"} & serving.engine_settings.keys()
+    """Return the policy with the requested engine; keep the address of the run's engine unless another one is set."""
+    is_same = policy.engine == serving.engine and not {"engine_url", "engine_python"} & serving.engine_settings.keys()
     names = ("engine_url", "engine_python", "engine_args", "engine_key_env", "engine_key_file", "engine_transport")
-    if not own or serving.engine == "local":
+    if not is_same or serving.engine == "local":
         fields = type(policy).__dataclass_fields__
         policy = replace(policy, engine="local", **{name: fields[name].default for name in names})
     return replace(policy, engine=serving.engine, **serving.engine_settings)
@@ -137,27 +139,27 @@ def with_engine(policy: Any, serving: ServeSettings) -> Any:
 @contextmanager
 def running_service(
     loaded: LoadedPolicy, serving: ServeSettings, name: str = "policy", say: Callable[[str], None] = lambda _: None
-) -> Iterator[Service]:
-    service = Service(loaded, serving, name)
+) -> Iterator[PolicyServer]:
+    server = PolicyServer(loaded, serving, name)
     try:
-        service.start(say)
-        yield service
+        server.start(say)
+        yield server
     finally:
-        service.close()
+        server.close()
 
 
 def cpu_cache_tokens(lm: Any, gib: float, context: int) -> int:
-    """Tokens whose keys and values fit into so much memory; 0: the decoder sees for itself what fits on its card."""
+    """Return the number of tokens whose KV cache fits into `gib`; 0 on a GPU, where the engine measures it."""
     if lm.device.type != "cpu":
         return 0
     shape, size = lm.config.get_text_config(), next(lm.model.parameters()).element_size()
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    channel = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    tokens = int(gib * 2**30 / (2 * shape.num_hidden_layers * heads * channel * size))
+    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    tokens = int(gib * 2**30 / (2 * shape.num_hidden_layers * heads * head_dim * size))
     if tokens < 3 * context:
         raise ConfigError(
-            f"--cache {gib:g} holds {tokens} tokens of this model, and {3 * context} are needed for a context of "
-            f"{context}: raise it, or lower --max-context"
+            f"--cache {gib:g} holds {tokens} tokens of this model, but a context of {context} needs {3 * context}: "
+            "raise it, or lower --max-context"
         )
     return tokens
 
@@ -165,14 +167,14 @@ def cpu_cache_tokens(lm: Any, gib: float, context: int) -> int:
 def serve_policy(loaded: LoadedPolicy, serving: ServeSettings, name: str, key_shown: bool) -> None:
     """Serve until Ctrl-C."""
 
-    def say(words: str) -> None:
-        print(words, file=sys.stderr, flush=True)
+    def say(message: str) -> None:
+        print(message, file=sys.stderr, flush=True)
 
-    with running_service(loaded, serving, name, say) as service:
-        by = "" if service.here else f" by {serving.engine}"
-        sizes = f"{service.sampler.rows} requests at once, {service.context} tokens each"
-        print(f"{name} is served{by} at {service.url}: {sizes}.")
-        print(f"key: {service.key}" if key_shown else "The key is the one in your file.")
-        print(f"export OPENAI_BASE_URL={service.url}" + (f" OPENAI_API_KEY={service.key}" if key_shown else ""))
-        print("Ctrl-C ends it.", flush=True)
-        service.run(say)
+    with running_service(loaded, serving, name, say) as server:
+        by = "" if server.here else f" by {serving.engine}"
+        sizes = f"{server.sampler.rows} requests at once, {server.context} tokens each"
+        print(f"{name} is served{by} at {server.url}: {sizes}.")
+        print(f"key: {server.key}" if key_shown else "The key is that of --key-file.")
+        print(f"export OPENAI_BASE_URL={server.url}" + (f" OPENAI_API_KEY={server.key}" if key_shown else ""))
+        print("Press Ctrl-C to stop.", flush=True)
+        server.run(say)

@@ -1,4 +1,4 @@
-"""Several settings over several seeds on all cores, paired by seed. One that was stopped resumes where it was."""
+"""Train several settings under several seeds in parallel processes and compare them, paired by seed."""
 
 import itertools
 import os
@@ -27,7 +27,7 @@ from ascent.settings import config_from
 
 
 def run_all(configs: Mapping[str, Config], seeds: list[int], out: Path, jobs: int) -> dict[str, list[Run]]:
-    """Every setting under every seed, `jobs` at a time on one thread each; seed by seed, so that pairs end together."""
+    """Train every setting under every seed, `jobs` runs at a time with one thread each; skip finished runs."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -37,7 +37,7 @@ def run_all(configs: Mapping[str, Config], seeds: list[int], out: Path, jobs: in
     folders = {(name, seed): out / f"{slugs[name]}-s{seed}" for seed in seeds for name in configs}
     workers = ProcessPoolExecutor(jobs, get_context("spawn"), end_with_parent)
     with progress(len(folders), "runs") as advance, workers as pool:
-        # Workers ignore Ctrl-C except inside a run, which then saves and ends; they ignore a closed terminal.
+        # Workers ignore Ctrl-C except during a run, which then saves and stops. They ignore a closed terminal.
         before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
         waiting = [
             pool.submit(run_one, replace(configs[name], seed=seed, threads=1).to_dict(), str(folder))
@@ -51,13 +51,17 @@ def run_all(configs: Mapping[str, Config], seeds: list[int], out: Path, jobs: in
                 advance(1)
         except BaseException as error:
             for worker in active_children() if isinstance(error, KeyboardInterrupt) and error.args else ():
-                worker.terminate()  # not after Ctrl-C, which has reached them already
+                worker.terminate()  # Ctrl-C has already reached them
             ended = isinstance(error, KeyboardInterrupt | BrokenProcessPool)
             pool.shutdown(wait=ended, cancel_futures=True)
             if isinstance(error, BrokenProcessPool):
-                raise RunError(f"a worker was killed (no memory?). To resume, repeat it with --out {out}") from None
+                raise RunError(
+                    f"a worker was killed (out of memory?). To resume, repeat the command with --out {out}"
+                ) from None
             if isinstance(error, KeyboardInterrupt):
-                raise KeyboardInterrupt(f"what has run is kept. To resume, repeat it with --out {out}") from None
+                raise KeyboardInterrupt(
+                    f"finished runs are kept. To resume, repeat the command with --out {out}"
+                ) from None
             raise
     for (name, _), folder in folders.items():
         recognize(folder, configs[name])
@@ -65,14 +69,11 @@ def run_all(configs: Mapping[str, Config], seeds: list[int], out: Path, jobs: in
 
 
 STOPPED = threading.Event()
-"""Set in a worker that was told to stop: calls that the pool has already handed out begin no run."""
+"""Set in a worker that must stop, so that queued calls start no run."""
 
 
 def end_with_parent() -> None:
-    """Let this worker end when the process that started it is killed: nobody else would end it.
-
-    After a SIGTERM it begins no other run.
-    """
+    """Exit this worker when its parent process dies, and start no further run after SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: STOPPED.set())
     parent = parent_process()
 
@@ -85,7 +86,7 @@ def end_with_parent() -> None:
 
 
 def run_one(settings: dict[str, Any], folder: str) -> None:
-    """One run in a process of its own: started, resumed, or left alone if it is finished."""
+    """Start or resume one run in this worker; do nothing if it is finished."""
     try:
         if STOPPED.is_set():
             raise KeyboardInterrupt
@@ -96,7 +97,7 @@ def run_one(settings: dict[str, Any], folder: str) -> None:
             else:
                 recognize(Path(folder), config)
                 if not _is_run_of(config, Run(folder).config):
-                    raise ConfigError(f"{folder} holds a run of other settings; choose another --out")
+                    raise ConfigError(f"{folder} has a run with other settings: choose another --out")
                 run = resume(folder, Display())
         if run.status != "finished":
             raise KeyboardInterrupt(f"{folder} is saved")
@@ -105,27 +106,27 @@ def run_one(settings: dict[str, Any], folder: str) -> None:
         raise
 
 
-def _is_run_of(asked: Config, run: Config) -> bool:
-    """Is it the run that was asked for? It has decided what was open: --init, steps, old log-probs, precision."""
-    init = None if run.init is None or asked.init is None else Path(run.init)
-    if init is not None and Path(asked.init or "").resolve() in (init, *init.parents):
-        asked = replace(asked, init=run.init)
+def _is_run_of(requested: Config, run: Config) -> bool:
+    """Whether a run has the requested settings, except those that it has resolved (init, steps, old_logp, dtype)."""
+    init = None if run.init is None or requested.init is None else Path(run.init)
+    if init is not None and Path(requested.init or "").resolve() in (init, *init.parents):
+        requested = replace(requested, init=run.init)
     if run.data_epochs is not None:
-        asked = replace(asked, steps=run.steps)
-    if asked.old_logp == "auto":
-        asked = replace(asked, old_logp=run.old_logp)
-    if getattr(asked.policy, "dtype", None) == "auto":
-        asked = replace(asked, policy=replace(asked.policy, dtype=getattr(run.policy, "dtype", "auto")))
-    return run.to_dict() == asked.to_dict()
+        requested = replace(requested, steps=run.steps)
+    if requested.old_logp == "auto":
+        requested = replace(requested, old_logp=run.old_logp)
+    if getattr(requested.policy, "dtype", None) == "auto":
+        requested = replace(requested, policy=replace(requested.policy, dtype=getattr(run.policy, "dtype", "auto")))
+    return run.to_dict() == requested.to_dict()
 
 
 COSTS = ("responses", "labels", "updates", "seconds")
 MEASURES = ("exact/reward", "eval/reward", "eval/accuracy", "frac_reward_zero_std")
-"""The last one only where groups are sampled."""
+"""The last one only for runs that sample groups."""
 
 
 def summarize_runs(runs: Mapping[str, list[Run]]) -> dict[str, Any]:
-    """For each setting and measure: mean, half-width of its 95 % interval, paired difference to the first."""
+    """Return mean, half-width of the 95 % interval and paired difference to the first setting, for every measure."""
     finals = {name: [_final(run) for run in group] for name, group in runs.items()}
     measures = {name: MEASURES if group[0].config.data == "samples" else MEASURES[:-1] for name, group in runs.items()}
     rows = compare_over_seeds({name: dict(enumerate(group)) for name, group in finals.items()}, measures)
@@ -137,7 +138,7 @@ def summarize_runs(runs: Mapping[str, list[Run]]) -> dict[str, Any]:
 
 
 def _final(run: Run) -> dict[str, Any]:
-    """The last value of every metric, and what the run has cost; a label is a reward, a demonstration or a pair."""
+    """Return the last value of every metric and the total costs; a label is a reward, a demonstration or a pair."""
     costs = {name: values[-1] for name, values in costs_by_step(run, "labels").items()}
     return run.last | costs | {"responses": costs["labels"] if run.config.data == "samples" else 0}
 
@@ -161,11 +162,11 @@ def draw_comparison(runs: Mapping[str, list[Run]], path: Path, seeds: int) -> Pa
 
 
 def costs_by_step(run: Run, labels: str) -> dict[str, list[Any]]:
-    """What a run had cost after each of its steps: labels (rewards, demonstrations, pairs), updates and seconds."""
-    metrics, per_label = run.metrics, 2 if run.config.data == "pairs" else 1
+    """Return the cumulative costs after each step: labels (rewards, demonstrations, pairs), updates and seconds."""
+    metrics, responses_per_label = run.metrics, 2 if run.config.data == "pairs" else 1
     updates = Counter(update["step"] for update in run.updates)
     costs = {
-        labels: [line["num_responses"] // per_label for line in metrics],
+        labels: [line["num_responses"] // responses_per_label for line in metrics],
         "updates": [updates[line["step"]] for line in metrics],
         "seconds": [line["time/step"] for line in metrics],
     }

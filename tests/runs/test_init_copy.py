@@ -156,5 +156,5 @@ def test_a_comparison_from_a_run_is_found_again(tmp_path: Path) -> None:
     config = configure("sort", settings | {"init": str(tmp_path / "source")})
     for _ in range(2):
         comparison.run_one(config.to_dict(), str(tmp_path / "one"))
-    with pytest.raises(ConfigError, match="holds a run of other settings"):
+    with pytest.raises(ConfigError, match="has a run with other settings"):
         comparison.run_one(config.to_dict() | {"init": None}, str(tmp_path / "one"))

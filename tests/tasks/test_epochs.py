@@ -166,7 +166,7 @@ def test_a_comparison_finds_its_run_of_some_passes_again(offline: dict[str, dict
         run_one(config.to_dict(), str(tmp_path / "one"))
     run = Run(tmp_path / "one")
     assert run.status == "finished" and run.config.steps != config.steps
-    with pytest.raises(ConfigError, match="holds a run of other settings"):
+    with pytest.raises(ConfigError, match="has a run with other settings"):
         run_one(config.to_dict() | {"seed": 5}, str(tmp_path / "one"))
 
 

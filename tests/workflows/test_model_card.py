@@ -219,9 +219,7 @@ def test_a_token_that_only_reads_is_said(
     hub: StandIn, trained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", READER)
-    with pytest.raises(
-        ConfigError, match=r"may not write there.*alice/sums has what it had before.*hf upload alice/sums"
-    ):
+    with pytest.raises(ConfigError, match=r"has no write access.*alice/sums is unchanged.*hf upload alice/sums"):
         ascent.export(trained.folder, tmp_path / "out", push="sums")
     assert not hub.repositories and (tmp_path / "out" / "model.safetensors").exists()
 
@@ -234,7 +232,7 @@ def test_a_push_that_fails_half_way_is_not_said_to_be_done(
     hub.failing = failing
     assert main(["export", str(trained.folder), str(tmp_path / "out"), "--push", "alice/sums"]) == 2
     said = capsys.readouterr()
-    assert "Pushed" not in said.out and "alice/sums has what it had before" in " ".join(said.err.split())
+    assert "Pushed" not in said.out and "alice/sums is unchanged" in " ".join(said.err.split())
     assert len(hub.repositories["alice/sums"]) == 1
 
 
@@ -246,7 +244,7 @@ def test_a_hub_that_loses_a_file_is_noticed(hub: StandIn, trained: Run, tmp_path
 
 @pytest.mark.parametrize("name", ["a/b/c", "-x", "a b", "x" * 120])
 def test_a_name_that_the_hub_does_not_allow_is_refused(trained: Run, tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="the hub allows no such name"):
+    with pytest.raises(ConfigError, match="invalid repository name"):
         ascent.export(trained.folder, tmp_path / "out", push=name)
 
 

@@ -355,7 +355,9 @@ def test_a_judge_labels_the_candidates_of_a_round(tmp_path: Path, tiny_folder: P
         assert len(pairs) > 1 and all(len(row["chosen"]) > len(row["rejected"]) for row in pairs)
         drawn = made.path_of(1, "candidates.jsonl").read_text()
         made.make_pairs(1, made.path_of(1, "again.jsonl"))
-        assert made.path_of(1, "candidates.jsonl").read_text() == drawn and server.count == asked, "nothing is paid twice"
+        assert made.path_of(1, "candidates.jsonl").read_text() == drawn and server.count == asked, (
+            "nothing is paid twice"
+        )
         same_prompt = [{"prompt": "p", "responses": ["x", "y" * n]} for n in (2, 3)]
         made.path_of(1, "candidates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in same_prompt))
         with pytest.raises(RunError, match="at least two prompts"):

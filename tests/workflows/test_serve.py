@@ -25,7 +25,7 @@ from ascent.core.errors import ConfigError, RunError
 from ascent.settings import configure
 from ascent.workflows import policy_server
 from ascent.workflows.loaded_policy import LoadedPolicy, model_policy, untrained_policy
-from ascent.workflows.policy_server import ServeSettings, Service, running_service
+from ascent.workflows.policy_server import PolicyServer, ServeSettings, running_service
 
 pytestmark = pytest.mark.long
 LONG = 60
@@ -38,7 +38,7 @@ def loaded(tiny_folder: Path) -> LoadedPolicy:
 
 
 @contextmanager
-def running(loaded: LoadedPolicy, **more: Any) -> Iterator[Service]:
+def running(loaded: LoadedPolicy, **more: Any) -> Iterator[PolicyServer]:
     with running_service(
         loaded, ServeSettings(**{"port": 0, "rows": 4, "context": 1000, "cache": 1.0} | more)
     ) as service:
@@ -59,7 +59,7 @@ def until(state: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def post(service: Service, body: bytes, path: str = "/v1/chat/completions", key: str | None = None) -> bytes:
+def post(service: PolicyServer, body: bytes, path: str = "/v1/chat/completions", key: str | None = None) -> bytes:
     """A request as it goes over the wire."""
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key or service.key}\r\n"
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
@@ -175,7 +175,7 @@ def test_what_cannot_be_served_is_refused(tiny_folder: Path, tmp_path: Path, cap
     open_file.write_text("k" * 40)
     open_file.chmod(0o644)
     for words, why in (
-        (["--host", "0.0.0.0"], "in the open"),
+        (["--host", "0.0.0.0"], "unencrypted"),
         (["--key-file", str(open_file)], "other users can read this file"),
         (["--rows", "-1"], "--rows"),
         (["--max-context", "100000"], "positions"),
@@ -185,7 +185,7 @@ def test_what_cannot_be_served_is_refused(tiny_folder: Path, tmp_path: Path, cap
         assert why in capsys.readouterr().err
     small = untrained_policy(configure("sort", {"length": 3}))
     with pytest.raises(ConfigError, match="numbers"):
-        Service(small, ServeSettings(port=0), "x")
+        PolicyServer(small, ServeSettings(port=0), "x")
 
 
 def test_a_sampler_that_fails_three_times_in_a_row_ends_the_server(
@@ -196,33 +196,33 @@ def test_a_sampler_that_fails_three_times_in_a_row_ends_the_server(
 
     monkeypatch.setattr(policy_server, "serve_requests", failing)
     said: list[str] = []
-    failed = pytest.raises(RunError, match="the sampler failed 3 times in a row: out of luck")
+    failed = pytest.raises(RunError, match="the engine failed 3 times in a row: out of luck")
     with running_service(loaded, ServeSettings(port=0, rows=2, context=100, cache=1.0)) as service, failed:
         service.run(said.append)
-    assert said == 3 * ["the sampler failed and begins anew: RuntimeError: out of luck"]
+    assert said == 3 * ["the engine failed and restarts: RuntimeError: out of luck"]
 
 
 def test_a_model_without_a_chat_template_is_refused(tiny_folder: Path) -> None:
     bare = model_policy(str(tiny_folder))
     bare.policy.tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template"):
-        Service(bare, ServeSettings(port=0), "x")
+        PolicyServer(bare, ServeSettings(port=0), "x")
 
 
 @pytest.mark.parametrize("own_key", [False, True])
 def test_the_command_prints_where_the_policy_is_served(
     tiny_folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, own_key: bool
 ) -> None:
-    def interrupted(service: Service, say: Callable[[str], None]) -> None:
+    def interrupted(service: PolicyServer, say: Callable[[str], None]) -> None:
         said.append(service)
         say("one line")
         raise KeyboardInterrupt
 
-    said: list[Service] = []
+    said: list[PolicyServer] = []
     key, handler = tmp_path / "key", signal.getsignal(signal.SIGTERM)
     key.write_text("k" * 40)
     key.chmod(0o600)
-    monkeypatch.setattr(Service, "run", interrupted)
+    monkeypatch.setattr(PolicyServer, "run", interrupted)
     more = ["--key-file", str(key)] if own_key else []
     try:
         assert main(["serve", str(tiny_folder), "--port", "0", "--rows", "2", "--max-context", "100", *more]) == 130
@@ -232,11 +232,11 @@ def test_the_command_prints_where_the_policy_is_served(
     (service,) = said
     lines = [f"{tiny_folder.name} is served at {service.url}: 2 requests at once, 100 tokens each."]
     if own_key:
-        lines += ["The key is the one in your file.", f"export OPENAI_BASE_URL={service.url}"]
+        lines += ["The key is that of --key-file.", f"export OPENAI_BASE_URL={service.url}"]
         assert service.key == "k" * 40
     else:
         lines += [f"key: {service.key}", f"export OPENAI_BASE_URL={service.url} OPENAI_API_KEY={service.key}"]
-    assert out.splitlines() == [*lines, "Ctrl-C ends it."] and err.startswith("one line\n")
+    assert out.splitlines() == [*lines, "Press Ctrl-C to stop."] and err.startswith("one line\n")
     assert service.queue.closed
 
 

@@ -24,7 +24,7 @@ from ascent.core.errors import ConfigError, RunError
 from ascent.inference.remote import request_forwarder, weight_probe
 from ascent.models import CausalLM
 from ascent.workflows.loaded_policy import LoadedPolicy, model_policy
-from ascent.workflows.policy_server import ServeSettings, Service, running_service, with_engine
+from ascent.workflows.policy_server import PolicyServer, ServeSettings, running_service, with_engine
 from tests.inference.remote.test_remote_engine import every_engine, fake_environment, group_of, wait_for_end
 from tests.stand_in import serving
 from tests.workflows.test_serve import HELLO, LONG, post, until
@@ -66,7 +66,7 @@ def behind(loaded: LoadedPolicy, engine: str = "vllm", servers: int = 1, **more:
         [each.__exit__(None, None, None) for each in stand_ins]
 
 
-def client_of(service: Service, **headers: str) -> httpx.Client:
+def client_of(service: PolicyServer, **headers: str) -> httpx.Client:
     return httpx.Client(
         base_url=service.url, headers={"authorization": f"Bearer {service.key}", **headers}, timeout=LONG
     )
