@@ -164,8 +164,8 @@ def gap(
     if sharded:
         several = sharded_like(several, algorithm)
     found = numbers(several, algorithm, mini)
-    joined = ("score", "logp")
-    names = [name for name in wanted if ranks.rank == 0 or not name.startswith(joined)]
+    concat_micro_batches = ("score", "logp")
+    names = [name for name in wanted if ranks.rank == 0 or not name.startswith(concat_micro_batches)]
     assert float(wanted["gradient"].abs().max()) > 1e-6, "a gradient of 0 would prove nothing"
     gaps = {name: float((found[name].double() - wanted[name].double()).abs().max()) for name in names}
     return max(gaps.values())
@@ -177,8 +177,10 @@ def sharded_like(made: LanguageLearner, algorithm: Algorithm) -> ShardedLearner:
     memory = (made.micro_batch, made.checkpointing, made.ranks)
     kept, outputs, choice = algorithm.reference.enabled, algorithm.outputs, algorithm.critic
     several = ShardedLearner(made.lm, algorithm.update, kept, outputs, *memory, choice)
-    if made.kept is not None:
-        several.kept = [_cut(old, p) for old, p in zip(made.kept, several._trainable, strict=True)]
+    if made.reference_params is not None:
+        several.reference_params = [
+            _cut(old, p) for old, p in zip(made.reference_params, several._trainable, strict=True)
+        ]
     for name, value in ({} if made.critic is None else made.critic.state_dict()).items():
         to = several.critic.state_dict()[name]
         _local(to).copy_(_local(_cut(value, to)))

@@ -110,7 +110,7 @@ def edge(learner: LanguageLearner, limit: int) -> list[dict[str, Any]]:
         batch = batch_of(lm, lengths)
         parts = list(split_batch(batch, plan.tokens, lm.shares, plan.repeat, plan.padded))
         most = max(_cost(part, plan.repeat) for part in parts)
-        foreseen = int(most * bytes_per_token(lm, plan.tight(int(most)))) + head_bytes(lm)
+        foreseen = int(most * bytes_per_token(lm, plan.needs_recompute(int(most)))) + head_bytes(lm)
         if on_card:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

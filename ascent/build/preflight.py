@@ -142,7 +142,7 @@ def report_update(config: Config, learner: LanguageLearner, report: Report) -> N
         f"{'micro-batch' if parts == 1 else 'micro-batches'} of up to {plan.tokens:,} tokens"
     )
     longest = task.max_prompt * lm.shares + one
-    if plan.tight(longest):
+    if plan.needs_recompute(longest):
         report.lines.append(
             f"           a response of more than {plan.tokens:,} tokens, its prompt counted, computes its layers twice"
         )

@@ -1,4 +1,4 @@
-"""Checkpoints are written while training goes on: from a copy on the host, by a thread, one at a time."""
+"""Asynchronous checkpoints: a thread writes a copy in host memory while training continues."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 Groups = dict[str, dict[str, Tensor]]
 MAX_COPY_FRACTION = 0.5
-"""Of the host's free memory, what a copy may take. A larger state is written before training goes on."""
+"""Fraction of the free host memory that a copy may use. A larger state is written synchronously."""
 
 
 class BackgroundWriter:
-    """Writes one thing at a time in the background. What went wrong is told to whoever asks: `wait`, `poll`."""
+    """Runs one write at a time in a background thread. `wait` and `poll` raise its error."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -23,14 +23,14 @@ class BackgroundWriter:
         self._after: Callable[[], None] = _nothing
 
     def begin(self, write: Callable[[], object], after: Callable[[], None] = lambda: None) -> None:
-        """Wait for what is being written, then have this written. `after` follows it, in the thread that asks."""
+        """Wait for the previous write, then start this one. `wait` or `poll` calls `after` once it is complete."""
         self.wait()
         self._after = after
         self._thread = threading.Thread(target=self._work, args=(write,), name="ascent-saving", daemon=True)
         self._thread.start()
 
     def poll(self) -> None:
-        """If it has been written: what follows; or raise what went wrong."""
+        """Finish the write if it is complete: call `after`, or raise its error."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
@@ -48,7 +48,7 @@ class BackgroundWriter:
     def _work(self, write: Callable[[], object]) -> None:
         try:
             write()
-        except BaseException as error:  # for whoever waits
+        except BaseException as error:  # raised by `wait`
             self._error = error
 
 
@@ -56,9 +56,9 @@ def _nothing() -> None: ...
 
 
 def copy_to_host(groups: Groups) -> tuple[Groups, bool]:
-    """Copies of these tensors that training does not change; or themselves and False, if there is no memory for them.
+    """Copy tensors to host memory. Without enough memory, return the tensors themselves and False.
 
-    Each original is let go as soon as it is copied.
+    Each original is released as soon as it is copied.
     """
     if (
         sum(t.numel() * t.element_size() for own in groups.values() for t in own.values())
@@ -71,7 +71,7 @@ def copy_to_host(groups: Groups) -> tuple[Groups, bool]:
 
 
 def free_memory() -> float:
-    """Bytes that the host has left; without limit where it does not say."""
+    """Return the free bytes of host memory; infinity if they are unknown."""
     with suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024.0 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])

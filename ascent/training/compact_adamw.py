@@ -152,7 +152,7 @@ class CompactAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         group, scale, self.scaled = self.param_groups[0], self.scaled, None
         scale = torch.ones((), device=group["params"][0].device) if scale is None else scale
-        for place, p in enumerate(group["params"]):
+        for index, p in enumerate(group["params"]):
             if p.grad is None:
                 continue
             kept = self.state[p]
@@ -160,7 +160,7 @@ class CompactAdamW(torch.optim.Optimizer):
             kept["step"] = torch.tensor(float(step))
             if "low" in kept:
                 flat = [x.detach().view(-1) for x in (p, kept["low"], *(kept[name] for name in MOMENTS), p.grad)]
-                self.ops.step(*flat, scale, random_keys(self.seed, place, step, 0), step, group)
+                self.ops.step(*flat, scale, random_keys(self.seed, index, step, 0), step, group)
             else:
                 adamw(p.detach(), p.grad * scale, (kept[MOMENTS[0]], kept[MOMENTS[1]]), step, group)
 
@@ -170,28 +170,28 @@ class CompactAdamW(torch.optim.Optimizer):
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Inside, gradients of bfloat16 parameters are summed here; at the end they are the parameters' own."""
-        own = [(place, p) for place, p in enumerate(self.param_groups[0]["params"]) if "low" in self.state[p]]
+        own = [(index, p) for index, p in enumerate(self.param_groups[0]["params"]) if "low" in self.state[p]]
         totals: dict[int, Tensor] = {}
-        added: dict[int, int] = {}
+        sum_terms: dict[int, int] = {}
 
-        def add(place: int, p: Tensor) -> None:
+        def add(index: int, p: Tensor) -> None:
             assert p.grad is not None
             grad, p.grad = p.grad.contiguous(), None
-            if place not in totals:
-                totals[place] = grad
+            if index not in totals:
+                totals[index] = grad
                 return
-            added[place] = added.get(place, 0) + 1
-            keys = random_keys(self.seed, place, self._steps(p) + 1, added[place])
-            self.ops.add(totals[place].view(-1), grad.view(-1), keys)
+            sum_terms[index] = sum_terms.get(index, 0) + 1
+            keys = random_keys(self.seed, index, self._steps(p) + 1, sum_terms[index])
+            self.ops.add(totals[index].view(-1), grad.view(-1), keys)
 
-        hooks = [p.register_post_accumulate_grad_hook(partial(add, place)) for place, p in own]
+        hooks = [p.register_post_accumulate_grad_hook(partial(add, index)) for index, p in own]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-        for place, p in own:
-            p.grad = totals.get(place)
+        for index, p in own:
+            p.grad = totals.get(index)
 
 
 # ---- checkpoints: both forms are read --------------------------------------------------------------
@@ -202,7 +202,7 @@ def to_float32_state(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
     kept, params = state["optimizer"], state["params"]
     if not any(name.endswith(".low") for name in kept):
         return state
-    lows = {name: kept.get(f"{place}.low") for place, name in enumerate(names)}
+    lows = {name: kept.get(f"{index}.low") for index, name in enumerate(names)}
     wide = {name: params[name] if low is None else join_master(params[name], low) for name, low in lows.items()}
     stepped = (name for name in kept if f"{name.split('.')[0]}.step" in kept)
     others = {name: kept[name] for name in stepped if not name.endswith(".low")}
@@ -213,17 +213,17 @@ def to_compact_state(state: dict[str, Any], names: list[str], optimizer: Compact
     """A checkpoint in this form, with every tensor as large as its parameter. Of float32 state moments are rounded."""
     kept, params = dict(state["optimizer"]), dict(state["params"])
     wide = not any(name.endswith(".low") for name in kept)
-    for place, name in enumerate(names):
-        p = optimizer.param_groups[0]["params"][place]
+    for index, name in enumerate(names):
+        p = optimizer.param_groups[0]["params"][index]
         if "low" not in optimizer.state[p]:
             continue
         if wide:
-            params[name], kept[f"{place}.low"] = split_master(state.get("wide", params)[name].float())
+            params[name], kept[f"{index}.low"] = split_master(state.get("wide", params)[name].float())
         for key in MOMENTS:
-            if f"{place}.{key}" in kept:
-                kept[f"{place}.{key}"] = kept[f"{place}.{key}"].bfloat16()
+            if f"{index}.{key}" in kept:
+                kept[f"{index}.{key}"] = kept[f"{index}.{key}"].bfloat16()
         for key, dtype in {"low": torch.int16, **dict.fromkeys(MOMENTS, torch.bfloat16)}.items():
-            value = kept.get(f"{place}.{key}")
+            value = kept.get(f"{index}.{key}")
             if value is None and wide:  # it was never stepped
                 continue
             if value is None or value.shape != p.shape or value.dtype != dtype:

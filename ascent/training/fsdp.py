@@ -39,7 +39,7 @@ from ascent.training.language_learner import (
 )
 from ascent.training.learner import check_restored
 from ascent.training.micro_batches import critic_bytes, plan_micro_batches, state_bytes
-from ascent.training.packing import ForwardModule, action_states, last_states, place, scatter_tokens
+from ascent.training.packing import ForwardModule, action_states, last_states, scatter_tokens, to_device
 from ascent.training.sharded_checkpoint import ShardedWrite, ShardWriter
 
 Groups = dict[str, dict[str, Tensor]]
@@ -66,7 +66,7 @@ class ShardedForward(ForwardModule):
         found = super().forward(batch, read, states)
         return tuple(map(_no_view, found)) if isinstance(found, tuple) else _no_view(found)
 
-    def instead(self, params: Iterable[Tensor], batch: Rollouts, read: Callable[[LMHead, Tensor], Any]) -> Any:
+    def with_params(self, params: Iterable[Tensor], batch: Rollouts, read: Callable[[LMHead, Tensor], Any]) -> Any:
         now = [p.detach().clone() for p in self.own.values()]
         self.fill(params)
         try:
@@ -182,7 +182,7 @@ class Moved:
         self.ranks.all_reduce([square])
         return (square + (global_norm(whole).double().square() if whole else 0.0)).sqrt().to(gradients[0].dtype)
 
-    def kept(self, name: str, value: Tensor) -> Any:
+    def shard_state(self, name: str, value: Tensor) -> Any:
         """What the optimizer keeps of a parameter, in shards as that one is."""
         p = self.every[int(name.split(".", 1)[0])]
         return _like(value, p) if value.dim() and _is_cut(p) else value
@@ -249,7 +249,7 @@ class ShardedLearner(LanguageLearner):
     def local_microbatches(self, batch: Batch) -> Iterable[Batch]:
         """As many micro-batches as any rank has, because ranks meet inside of each: the last ones may be empty."""
         parts = list(super().local_microbatches(batch))
-        empty = place(batch.sub_batch(slice(0, 0)), self.lm.device)
+        empty = to_device(batch.sub_batch(slice(0, 0)), self.lm.device)
         return parts + [empty] * (self.ranks.all_reduce_max(len(parts)) - len(parts))
 
     def all_reduce_gradients(self, parameters: list[Tensor]) -> None:
@@ -296,7 +296,7 @@ class ShardedLearner(LanguageLearner):
         groups = super().state()
         for which, moved in (("optimizer", self._moved), ("critic_optimizer", self._critic_moved)):
             if moved is not None:
-                groups[which] = {name: moved.kept(name, value) for name, value in groups[which].items()}
+                groups[which] = {name: moved.shard_state(name, value) for name, value in groups[which].items()}
         return groups
 
     def stage_parts(self, aside: Path) -> ShardedWrite | None:
@@ -327,9 +327,9 @@ class ShardedLearner(LanguageLearner):
         self._forward.fill([self.local_shard("params", name, values[name]) for name in own])
         self._stale = True
         self.refresh_params()
-        if "reference" in state and self.kept is not None:
-            self.moved = True
-            self.kept = [self.local_shard("reference", name, state["reference"][name]) for name in own]
+        if "reference" in state and self.reference_params is not None:
+            self.reference_moved = True
+            self.reference_params = [self.local_shard("reference", name, state["reference"][name]) for name in own]
         if self.critic is not None:
             own = self.critic.state_dict()
             check_params(own, state["critic"])

@@ -29,7 +29,7 @@ from ascent.training.loss_scale import LossScale
 from ascent.training.micro_batches import (
     COMPACT_BYTES_PER_PARAM,
     STATE_BYTES_PER_PARAM,
-    Plan,
+    MicroBatchPlan,
     bytes_per_token,
     head_dim_of,
     plan_micro_batches,
@@ -40,10 +40,10 @@ from ascent.training.packing import (
     computed_tokens,
     hidden_states,
     pack_batch,
-    place,
     scatter_tokens,
     split_batch,
     targets,
+    to_device,
     value_states,
 )
 
@@ -152,12 +152,12 @@ class LanguageLearner(InProcessLearner):
         if rounding is not None:
             masters = (most_precise(stored, name, p).to(p.device, torch.float32) for name, p in self._params.items())
             self.optimizer = self.compact = CompactAdamW(self.trainable(), masters, self.optimizer, rounding)
-        self.kept = [p.detach().clone() for p in self._working] if reference else None
-        self.moved = False
+        self.reference_params = [p.detach().clone() for p in self._working] if reference else None
+        self.reference_moved = False
         self._average: list[Tensor] | None = None
         """A reference that moves, in float32 where parameters are narrower: its steps would be lost in them."""
         exact = self._working[0].dtype == torch.float64
-        self._uphill = -torch.ones((), dtype=torch.float64 if exact else torch.float32, device=lm.device)
+        self._loss_grad = -torch.ones((), dtype=torch.float64 if exact else torch.float32, device=lm.device)
         if update.full_batch and any(map(is_half, lm.model.parameters())):
             raise ConfigError(  # adapters are in float32 and do not help: log-probs are those of the whole model
                 "--update trust-region with parameters in half precision: their rounding is larger than its steps. Set "
@@ -201,18 +201,18 @@ class LanguageLearner(InProcessLearner):
         return self._forward
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> MicroBatchPlan:
         """What goes through at once."""
-        return self._room if self._room is not None and not self.micro_batch else Plan(self.micro_batch)
+        return self._room if self._room is not None and not self.micro_batch else MicroBatchPlan(self.micro_batch)
 
     def split(self, batch: Batch) -> Iterator[Batch]:
         plan = self.plan
         parts = split_batch(batch, plan.tokens, self.lm.shares, plan.repeat, plan.padded)
-        return (place(part, self.lm.device) for part in parts)
+        return (to_device(part, self.lm.device) for part in parts)
 
-    def _tight(self, micro: Batch) -> bool:
+    def _needs_recompute(self, micro: Batch) -> bool:
         """Does it take too much though it cannot be cut? Then its layers are computed twice, for the same numbers."""
-        return self.plan.tight(computed_tokens(micro, self.lm.shares))
+        return self.plan.needs_recompute(computed_tokens(micro, self.lm.shares))
 
     def begin(self, rollouts: Rollouts) -> None:
         """Compute what an update on all of these computes before it needs their rewards, if it is captured.
@@ -225,7 +225,7 @@ class LanguageLearner(InProcessLearner):
                 self._captured.begin(row.ids, row.positions, row.groups)
 
     def forward(self, micro: Batch) -> Outputs:
-        with activation_checkpointing(self.lm.backbone, self._tight(micro)):
+        with activation_checkpointing(self.lm.backbone, self._needs_recompute(micro)):
             return super().forward(micro)
 
     def evaluate(self, batch: Batch) -> Outputs:
@@ -245,8 +245,8 @@ class LanguageLearner(InProcessLearner):
         return partial(token_stats, target=targets(batch, self.lm.device), temperature=batch.temperature, **more)
 
     def _reference(self, batch: Batch) -> tuple[LMHead, Tensor]:
-        assert self.kept is not None
-        return self._forward.instead(self.kept, batch, _both)
+        assert self.reference_params is not None
+        return self._forward.with_params(self.reference_params, batch, _both)
 
     def scored(self, micro: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
         stats, reference, value = self._stats(micro), None, None
@@ -278,7 +278,7 @@ class LanguageLearner(InProcessLearner):
         return found, scatter_tokens(values, to_device_async(states, micro.mask.device))
 
     def values(self, batch: Batch) -> Float[Tensor, "prompt sample state"]:
-        with self.critic.attention(), activation_checkpointing(self.critic.backbone, self._tight(batch)):
+        with self.critic.attention(), activation_checkpointing(self.critic.backbone, self._needs_recompute(batch)):
             return self.critic(batch)
 
     # ---- steps ----------------------------------------------------------------------------------
@@ -296,13 +296,13 @@ class LanguageLearner(InProcessLearner):
         again = activation_checkpointing(self.lm.backbone, self.checkpointing)
         # Gradients of micro-batches are summed without losing the small ones.
         wide = accumulate_into(self._trainable, self._working) if self.compact is None else self.compact.accumulating()
-        self._forward.captured, uphill = self._captured, self._uphill
-        self._uphill = uphill if scale == 1.0 else uphill * scale
+        self._forward.captured, uphill = self._captured, self._loss_grad
+        self._loss_grad = uphill if scale == 1.0 else uphill * scale
         try:
             with self._attention(), again, wide:
                 return super().gradient(mini, objective)
         finally:
-            self._forward.captured, self._uphill = None, uphill
+            self._forward.captured, self._loss_grad = None, uphill
 
     def step(self, mini: Batch, objective: Objective, update: TakeStep) -> UpdateResult:
         stepped = super().step(mini, objective, update)
@@ -325,7 +325,7 @@ class LanguageLearner(InProcessLearner):
     def kl(self, micro: Batch, params: list[Tensor]) -> Float[Tensor, "prompt sample token"]:
         with self._attention():
             now = self._forward(micro, _both)
-            _, _, kl = self._forward.instead(params, micro, self._stats(micro, reference=now))
+            _, _, kl = self._forward.with_params(params, micro, self._stats(micro, reference=now))
         assert kl is not None
         return scatter_tokens(kl, micro.mask)
 
@@ -358,23 +358,23 @@ class LanguageLearner(InProcessLearner):
 
     @torch.no_grad()
     def mix_reference(self, rate: float) -> None:
-        assert self.kept is not None
-        self.moved = True
+        assert self.reference_params is not None
+        self.reference_moved = True
         if self._rounds and self._average is None:
-            self._average = [kept.float() for kept in self.kept]
-        average = self._average or self.kept
+            self._average = [kept.float() for kept in self.reference_params]
+        average = self._average or self.reference_params
         masters = self._trainable if self.compact is None else self.compact.masters()
         for old, now in zip(average, masters, strict=False):  # behind the parameters may come a value head
             old.lerp_(now, rate)
-        if average is not self.kept:
-            torch._foreach_copy_(self.kept, average)
+        if average is not self.reference_params:
+            torch._foreach_copy_(self.reference_params, average)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         groups = super().state()
         if self._trainable is not self._working:
             groups["wide"] = self._masters()
-        if self.kept is not None and self.moved:
-            groups["reference"] = dict(zip(self._params, self._average or self.kept, strict=True))
+        if self.reference_params is not None and self.reference_moved:
+            groups["reference"] = dict(zip(self._params, self._average or self.reference_params, strict=True))
         if self.lm.model.dtype == torch.float16:
             scales = {"policy": self.loss_scale, "critic": self.critic_scale}
             groups["loss_scale"] = {name: torch.tensor(scale, dtype=torch.float64) for name, scale in scales.items()}
@@ -387,9 +387,9 @@ class LanguageLearner(InProcessLearner):
         exact = state.get("wide", state["params"])
         load_params(self._masters(), exact)
         self._narrow()
-        if "reference" in state and self.kept is not None:
-            self.moved = True
-            load_params(dict(zip(self._params, self.kept, strict=True)), state["reference"])
+        if "reference" in state and self.reference_params is not None:
+            self.reference_moved = True
+            load_params(dict(zip(self._params, self.reference_params, strict=True)), state["reference"])
             if self._rounds:
                 self._average = [state["reference"][name].to(self.lm.device, torch.float32) for name in self._params]
         super().restore(state)

@@ -1,18 +1,18 @@
-"""Backward passes and Adam steps by torch's kernels alone: what torch does around them is most of a small one."""
+"""Backward passes and Adam steps without the Python overhead of torch, which dominates small updates."""
 
 import torch
 from torch import Tensor
 
 
 def run_backward(output: Tensor, gradient: Tensor) -> None:
-    """`output.backward(gradient)` without its checks, and without a context for device threads, which have no part."""
+    """Run `output.backward(gradient)` without its argument checks."""
     torch.autograd.Variable._execution_engine.run_backward(
         (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
 def use_fused_adamw(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """The same optimizer; from its second step on, torch's fused AdamW is one call of its kernel. Others stay."""
+    """Make each step of a fused AdamW, from the second on, one kernel call. Other optimizers are unchanged."""
     kinds = {(p.dtype, p.device) for group in optimizer.param_groups for p in group["params"]} if optimizer else {}
     if type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"] and len(kinds) == 1:
         whole = optimizer.step
@@ -22,7 +22,7 @@ def use_fused_adamw(optimizer: torch.optim.Optimizer | None) -> torch.optim.Opti
 
 @torch.no_grad()
 def _step(optimizer: torch.optim.AdamW) -> bool:
-    """Was the step taken? Not where moments have to be made first."""
+    """Take a step and return True; return False if there are no moments yet."""
     (group,) = optimizer.param_groups
     moved = [p for p in group["params"] if p.grad is not None]
     kept = [optimizer.state[p] for p in moved]

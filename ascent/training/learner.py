@@ -1,4 +1,4 @@
-"""What every learner shares: gradients, steps and Fisher products as plain sums over micro-batches and ranks."""
+"""The base of all learners: gradients, steps and Fisher products as plain sums over micro-batches and ranks."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -16,57 +16,57 @@ from ascent.distributed.ranks import SINGLE_PROCESS, Ranks
 
 
 class InProcessLearner(Learner, Protocol):
-    """A learner whose parameters are in this process. An engine adds how a batch is cut, and its forward passes.
+    """A learner whose parameters are in this process. Subclasses split batches and implement the forward passes.
 
-    Every token count that a sum is divided by is the whole mini-batch's, so that shares of it add up. Of several ranks
-    each is called with the same batch and computes its share; what is joined is whole on rank 0.
+    Sums are divided by token counts of the whole mini-batch, so that shares of it add up. Every rank is called with the
+    same batch and computes its share; gathered results are complete on rank 0 only.
     """
 
     ranks: Ranks = SINGLE_PROCESS
     placement: str = "each has every parameter, and gradients are summed"
     computes_alone: bool = True
-    """Can one rank by itself compute a batch?"""
+    """Can one rank compute a batch without the others?"""
     num_shards: int = 1
-    """How many ranks hold the trained state together."""
+    """Number of ranks over which the trained state is sharded."""
     writes_shards: bool = False
-    """Is the state too large for one rank, so that each writes a part of a checkpoint?"""
+    """Does each rank write its shard of a checkpoint, because the state is too large for one rank?"""
 
     provides: frozenset[str] = frozenset({"logp_old", "logp_ref", "kl_full"})
     optimizer: torch.optim.Optimizer | None
     rate: Callable[[Batch], Tensor] | None = None
-    """What a reward model or a process reward gives a batch; None: a policy is trained."""
+    """The ratings of a reward model or a process reward; None: a policy is trained."""
     critic: Any = None
     critic_optimizer: torch.optim.Optimizer | None = None
     critic_update: Adam | None = None
     _params: dict[str, Tensor]
     _trainable: list[Tensor]
     _value_head: tuple[Tensor, ...] = ()
-    """Of a critic on the policy's backbone: it is stepped with the policy."""
-    _uphill: Tensor
-    """−1: objectives are maximised."""
+    """The value head of a critic on the policy's backbone, which is stepped with the policy."""
+    _loss_grad: Tensor
+    """The gradient of the loss with respect to the objective: −1, because objectives are maximized."""
     _logp: list[Tensor]
     _entropy: list[Tensor]
 
     def split(self, batch: Batch) -> Iterator[Batch]:
-        """What goes through at once: whole responses and whole pairs. It never changes numbers."""
+        """Split a batch into micro-batches of whole responses and whole pairs. The split does not change results."""
 
     def evaluate(self, batch: Batch) -> Outputs:
-        """The training forward of a policy."""
+        """Run the training forward pass of a policy."""
 
     def values(self, batch: Batch) -> Float[Tensor, "prompt sample state"]:
-        """V at every state, the critic's forward."""
+        """Return V at every state."""
 
     def scored(self, micro: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
-        """The batch fields that are needed, of one micro-batch."""
+        """Return the needed batch fields of one micro-batch."""
 
     def distributions(self, micro: Batch) -> tuple[Tensor, Tensor]:
-        """log π over the whole vocabulary at every state, and how often each of them counts."""
+        """Return log π over the whole vocabulary at every state, and the weight of each state."""
 
     def kl(self, micro: Batch, params: list[Tensor]) -> Float[Tensor, "prompt #sample token"]:
-        """KL(π_old ‖ π) over the vocabulary at every state, π_old having these parameters."""
+        """Return KL(π_old ‖ π) over the vocabulary at every state, where π_old has these parameters."""
 
     def forward(self, micro: Batch) -> Outputs:
-        """The training forward. A reward model has no log-probs, and 0 stands for them."""
+        """Run the training forward pass. The log-probs of a reward model are 0."""
         if self.rate is None:
             return self.evaluate(micro)
         rating = self.rate(micro)
@@ -75,14 +75,14 @@ class InProcessLearner(Learner, Protocol):
 
     def backward(self, objective: Tensor) -> None:
         """Add −∇objective to `.grad`."""
-        objective.backward(self._uphill)
+        objective.backward(self._loss_grad)
 
     def train_reward(self, rate: Callable[[Batch], Tensor]) -> None:
-        """Train a reward model or a process reward, which scores no batch for a policy."""
+        """Train a reward model or a process reward, which provides no fields of a batch."""
         self.rate, self.provides = rate, frozenset()
 
     def train_critic(self, critic: Any, update: Adam | None) -> None:
-        """Take this critic along; None: there is none. Without an `update` it is stepped with the policy."""
+        """Train this critic, if it is not None. Without an `update` it is stepped with the policy."""
         self.critic, self.critic_update = critic, update
         if critic is None:
             return
@@ -93,19 +93,19 @@ class InProcessLearner(Learner, Protocol):
             self.critic_optimizer = update.optimizer(critic.trained())
 
     def local_microbatches(self, batch: Batch) -> Iterable[Batch]:
-        """The micro-batches of this rank's share."""
+        """Return the micro-batches of this rank's share."""
         return self.split(self.ranks.shard(batch))
 
-    def whole(self, parts: list[Tensor], batch: Batch) -> Tensor:
-        """Numbers of all micro-batches of all ranks, as `[prompt sample …]` of the batch."""
-        return self.ranks.gather_shards(joined(parts, self.ranks.shard(batch)), batch)
+    def gather_shards(self, parts: list[Tensor], batch: Batch) -> Tensor:
+        """Gather values of all micro-batches of all ranks as `[prompt sample …]` of the batch."""
+        return self.ranks.gather_shards(concat_micro_batches(parts, self.ranks.shard(batch)), batch)
 
     def all_reduce_gradients(self, parameters: list[Tensor]) -> None:
-        """Those of this rank's share become those of all."""
+        """Sum the gradients over all ranks."""
         self.ranks.all_reduce_gradients(parameters)
 
     def refresh_params(self) -> None:
-        """What a sampler reads follows the parameters; here it is the parameters themselves."""
+        """Update the parameters that the rollout engine reads. Here they are the trained ones."""
         return None
 
     def _summed(self, value: Tensor) -> Tensor:
@@ -122,10 +122,10 @@ class InProcessLearner(Learner, Protocol):
     def score(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
         needs = needs & self.provides
         parts = [self.scored(micro, needs) for micro in self.local_microbatches(batch)] if needs else []
-        return {name: self.whole([part[name] for part in parts], batch).cpu() for name in sorted(needs)}
+        return {name: self.gather_shards([part[name] for part in parts], batch).cpu() for name in sorted(needs)}
 
     def gradient(self, mini: Batch, objective: Objective) -> Terms:
-        """−∇objective into `.grad`: a plain sum over micro-batches and ranks, whatever their number."""
+        """Compute −∇objective into `.grad`, as a plain sum over micro-batches and ranks."""
         for parameter in self.trainable():
             parameter.grad = None
         parts: list[Terms] = []
@@ -139,14 +139,16 @@ class InProcessLearner(Learner, Protocol):
                 self._entropy.append(out.entropy.detach())
             parts.append(Terms(terms.objective.detach(), terms.sums, terms.means))
         self.all_reduce_gradients(self.trainable())
-        return self.ranks.all_reduce_terms(added(parts))
+        return self.ranks.all_reduce_terms(sum_terms(parts))
 
     def step(self, mini: Batch, objective: Objective, update: TakeStep) -> UpdateResult:
         terms, report = update(self, mini, objective)
-        torch.autograd.graph.increment_version(self.trainable())  # fused optimizers do not, and samplers go by it
-        entropy = self.whole(self._entropy, mini) if self._entropy else None
+        torch.autograd.graph.increment_version(
+            self.trainable()
+        )  # fused optimizers do not, and rollout engines check it
+        entropy = self.gather_shards(self._entropy, mini) if self._entropy else None
         metrics = {"loss": -terms.objective, **terms.means, **report}
-        return UpdateResult(metrics, terms.sums, self.whole(self._logp, mini), entropy)
+        return UpdateResult(metrics, terms.sums, self.gather_shards(self._logp, mini), entropy)
 
     @torch.no_grad()
     def evaluate_objective(self, mini: Batch, objective: Objective) -> Tensor:
@@ -154,20 +156,22 @@ class InProcessLearner(Learner, Protocol):
         return self._summed(torch.stack(parts).sum())
 
     def fisher_product(self, mini: Batch) -> Callable[[list[Tensor]], list[Tensor]]:
-        """v ↦ F·v = Jᵀ (π ∘ J·v) / tokens, with J = ∂ log π / ∂θ at every state and for every token of the vocabulary.
+        """Return v ↦ F·v = Jᵀ (π ∘ J·v) / tokens, with J = ∂ log π / ∂θ at every state and vocabulary token.
 
-        A batch in one piece keeps its graph from product to product; one in parts is worked through anew.
+        A single micro-batch keeps its graph between products; several are recomputed for each product.
         """
         micros = [micro for micro in self.local_microbatches(mini) if len(micro.prompt)]
-        kept = [self._linearized(micros[0])] if len(micros) == 1 else None
+        linearized = [self._linearized(micros[0])] if len(micros) == 1 else None
 
         def product(vector: list[Tensor]) -> list[Tensor]:
             total = [torch.zeros_like(p) for p in self.trainable()]
-            for logp_all, probe, slope, weight in kept or map(self._linearized, micros):
-                along = torch.stack([(s * v).sum() for s, v in zip(slope, vector, strict=True) if s.requires_grad])
-                (Jv,) = torch.autograd.grad(along.sum(), probe, retain_graph=True)
+            for logp_all, probe, grads, weight in linearized or map(self._linearized, micros):
+                directional = torch.stack(
+                    [(s * v).sum() for s, v in zip(grads, vector, strict=True) if s.requires_grad]
+                )
+                (Jv,) = torch.autograd.grad(directional.sum(), probe, retain_graph=True)
                 part = torch.autograd.grad(
-                    logp_all, self.trainable(), weight * Jv, retain_graph=kept is not None, materialize_grads=True
+                    logp_all, self.trainable(), weight * Jv, retain_graph=linearized is not None, materialize_grads=True
                 )
                 torch._foreach_add_(total, part)
             self.ranks.all_reduce(total)
@@ -176,16 +180,16 @@ class InProcessLearner(Learner, Protocol):
         return product
 
     def _linearized(self, micro: Batch) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor]:
-        """log π; a probe u and Jᵀu, which is linear in u (its derivative along v is J·v); π where tokens count."""
+        """Return log π; a probe u; Jᵀu, which is linear in u (its derivative along v is J·v); and weighted π."""
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels cannot be differentiated twice
             logp_all, count = self.distributions(micro)
         probe = torch.zeros_like(logp_all, requires_grad=True)
-        slope = torch.autograd.grad(logp_all, self.trainable(), probe, create_graph=True, materialize_grads=True)
-        return logp_all, probe, slope, logp_all.detach().exp() * count
+        grads = torch.autograd.grad(logp_all, self.trainable(), probe, create_graph=True, materialize_grads=True)
+        return logp_all, probe, grads, logp_all.detach().exp() * count
 
     @torch.no_grad()
     def kl_from(self, mini: Batch, params: list[Tensor]) -> Tensor:
-        """The mean KL(π_old ‖ π): a forward pass of each, so that no distribution is kept."""
+        """Return the mean KL(π_old ‖ π). Both forward passes run per micro-batch, so distributions are not kept."""
         parts = [
             torch.where(micro.loss_mask, self.kl(micro, params), 0.0).sum() for micro in self.local_microbatches(mini)
         ]
@@ -203,7 +207,7 @@ class InProcessLearner(Learner, Protocol):
         return self._summed(total), norm
 
     def value_gradient(self, mini: Batch, loss: ValueLoss, scale: float = 1.0) -> Tensor:
-        """∇(scale · the loss's token mean) into `.grad` of the critic; returns the sum over this rank's share."""
+        """Compute ∇(scale · token mean of the loss) into `.grad` of the critic. Return the sum over this share."""
         assert self.critic_optimizer is not None
         self.critic_optimizer.zero_grad()
         parts = []
@@ -223,19 +227,19 @@ class InProcessLearner(Learner, Protocol):
         return groups
 
     def stage_parts(self, aside: Any) -> Any:
-        """What ranks write by themselves of the checkpoint in this folder; None: `state` is all of it."""
+        """Stage the shards of a checkpoint in this folder; None: rank 0 writes `state`."""
         return None
 
     def wait_for_writes(self) -> None:
-        """Wait for what this rank is writing."""
+        """Wait until this rank has written its shard."""
         return None
 
     def local_shard(self, group: str, name: str, value: Tensor) -> Tensor:
-        """What this rank holds of a tensor of a checkpoint."""
+        """Return this rank's shard of a tensor of a checkpoint."""
         return value
 
     def restore(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """The optimizers and the critic; an engine loads the parameters itself."""
+        """Restore the optimizers and the critic. Subclasses restore the parameters."""
         _restore_optimizer(self.optimizer, state["optimizer"])
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
@@ -244,15 +248,15 @@ class InProcessLearner(Learner, Protocol):
         check_restored(self.params(), state["params"])
 
 
-def joined(parts: list[Tensor], batch: Batch) -> Tensor:
-    """Numbers of all micro-batches, as `[prompt sample …]` of the batch."""
+def concat_micro_batches(parts: list[Tensor], batch: Batch) -> Tensor:
+    """Concatenate values of all micro-batches as `[prompt sample …]` of the batch."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat([part.flatten(0, 1) for part in parts]).unflatten(0, batch.mask.shape[:2])
 
 
-def added(parts: list[Terms]) -> Terms:
-    """The terms of all micro-batches together: plain sums."""
+def sum_terms(parts: list[Terms]) -> Terms:
+    """Sum the terms of all micro-batches."""
     first, *rest = parts
     if not rest:
         return first
@@ -262,7 +266,7 @@ def added(parts: list[Terms]) -> Terms:
 
 
 def check_restored(own: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
-    """Refuse trained parameters that differ from their checkpoint by more than the rounding of half precision."""
+    """Raise ConfigError if parameters differ from their checkpoint by more than half-precision rounding."""
     for name, p in own.items():
         value = saved[name].to(p.device)
         half = [kind for kind in (torch.finfo(p.dtype), torch.finfo(value.dtype)) if kind.bits == 16]
@@ -276,16 +280,16 @@ def check_restored(own: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """What an optimizer keeps of each parameter, by the parameter's place in its list."""
+    """Return the optimizer state by the index of the parameter and the name of the entry."""
     if optimizer is None:
         return {}
     parameters = enumerate(optimizer.param_groups[0]["params"])
     return {f"{i}.{key}": v for i, p in parameters for key, v in optimizer.state.get(p, {}).items()}
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer | None, kept: dict[str, Tensor]) -> None:
-    """Give an optimizer back what it kept."""
-    for name, value in kept.items():
+def _restore_optimizer(optimizer: torch.optim.Optimizer | None, state: dict[str, Tensor]) -> None:
+    """Restore the state of an optimizer."""
+    for name, value in state.items():
         assert optimizer is not None
         index, key = name.split(".", 1)
         parameter = optimizer.param_groups[0]["params"][int(index)]

@@ -1,8 +1,9 @@
-"""Dynamic loss scaling: gradients in float16 are those of a multiple of the loss, divided by it afterwards.
+"""Dynamic loss scaling for float16: gradients of scale · loss, divided by the scale afterwards.
 
-Without it small gradients are 0 in float16, and large ones infinite. As in torch's GradScaler, an overflow halves the
-scale, and `GROWTH_INTERVAL` updates without one double it. But an update that overflows is computed again, not skipped,
-and a gradient far below what is known to fit raises the scale at once. Scales are powers of two: they round nothing.
+Without it small float16 gradients underflow to 0 and large ones overflow. As in torch's GradScaler, an overflow halves
+the scale, and `GROWTH_INTERVAL` updates without one double it. Unlike there, an update that overflows is computed again
+rather than skipped, and a gradient far below the known range raises the scale at once. Scales are powers of two, so
+they cause no rounding.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from torch import Tensor
 from ascent.core.errors import RunError
 
 GROWTH_INTERVAL = 100
-SLACK = 2.0**8
-"""How far the largest gradient may be below what is known to fit before the scale is raised at once."""
+MAX_HEADROOM = 2.0**8
+"""Ratio of the largest known finite gradient to the present one above which the scale is raised at once."""
 
 
 class LossScale(NamedTuple):
-    """A scale, and what was measured with it."""
+    """A loss scale with its statistics."""
 
     scale: float = 2.0**16
     good: float = 0
-    """Updates since the scale was last changed."""
+    """Number of updates since the scale was last changed."""
     fits: float = 2.0**12
-    """The largest scaled gradient of a parameter that is known to fit. (Gradients of activations may be larger.)"""
+    """The largest scaled parameter gradient that is known to be finite. (Activation gradients may be larger.)"""
 
     def compute(self, gradients_of: Callable[[float], Any], parameters: list[Tensor]) -> tuple[Any, LossScale]:
-        """Call `gradients_of` with scales until `.grad` is finite, and divide that; the result, and the next scale."""
+        """Call `gradients_of` with scales until `.grad` is finite; unscale it. Return the result and the next scale."""
         scale, overflow, drop = self.scale, math.inf, 1
         while scale > 2.0**-40:
             result = gradients_of(scale)
@@ -40,12 +41,12 @@ class LossScale(NamedTuple):
             if not math.isfinite(largest):
                 scale, overflow, drop = scale * 2.0**-drop, min(overflow, scale), 2 * drop
                 continue
-            if largest == 0.0 and (scale, *self[1:]) == LossScale():  # nothing was measured yet: is it really 0?
+            if largest == 0.0 and (scale, *self[1:]) == LossScale():  # check at a larger scale that it is 0
                 scale *= 2.0**32
                 continue
             fitting = scale * 2.0 ** math.floor(math.log2(self.fits / largest)) if largest else scale
             fitting = min(fitting, overflow / 2)
-            if fitting > scale * (SLACK if overflow == math.inf else 1.0):
+            if fitting > scale * (MAX_HEADROOM if overflow == math.inf else 1.0):
                 scale, drop = fitting, 1
                 continue
             torch._foreach_mul_(gradients, 1 / scale)

@@ -1,10 +1,10 @@
-"""How much of a batch goes through at once, by the memory that it takes; and how much an update computes.
+"""Micro-batch sizes by the GPU memory that they need, and the number of operations of an update.
 
-    bytes(part) = tokens · per_token + repeats · per_repeat
+    bytes(micro-batch) = tokens · per_token + repeats · per_repeat
 
-A token costs what autograd keeps of it. A prompt that is encoded once is still read once per response: each repeat of
-one of its tokens is a key and a value of one layer, with their gradients, for as long as that layer works. What stays
-the same whatever the batch is (parameters, gradients, moments, logits of a chunk) is taken off the card's memory first.
+A token costs the activations that autograd keeps. A shared prompt is computed once but read once per response: each
+repeat of one of its tokens costs a key and a value of one layer, with their gradients, while that layer runs. Memory
+that does not depend on the batch (parameters, gradients, moments, logits of a chunk) is subtracted first.
 """
 
 from __future__ import annotations
@@ -25,80 +25,82 @@ from ascent.models.quantization import parameter_count
 from ascent.training.packing import hidden_states
 
 ACTIVATION_FRACTION = 0.6
-"""Of a GPU's memory beside what is always there, what activations may take; the sampler's caches take a quarter."""
+"""Fraction of the remaining GPU memory for activations; the KV cache of the rollout engine takes a quarter."""
 CPU_TOKENS = 8192
-"""In a micro-batch on a CPU, which gains nothing from more."""
+"""Tokens of a micro-batch on a CPU, which gains nothing from more."""
 STATE_BYTES_PER_PARAM = 18
-"""A trained parameter's: itself in bfloat16, and its copy, gradient and two moments in float32."""
+"""Bytes per trained parameter: itself in bfloat16; master weight, gradient and two moments in float32."""
 COMPACT_BYTES_PER_PARAM = 10
-"""The same in the form that takes less (compact.py): the low half of its copy, gradient and moments in bfloat16."""
+"""The same with `CompactAdamW`: low 16 bits of the master weight; gradient and moments in bfloat16."""
 COMPACT_THRESHOLD = 0.9
-"""Of a GPU's memory, what may be taken whatever the batch is before state takes that form by itself."""
-PROBE = (32, 96)
-"""Tokens of the two forward passes that measure what a token takes."""
+"""`--policy.optimizer-state auto` uses bfloat16 if float32 state exceeds this fraction of the GPU memory."""
+PROBE_LENGTHS = (32, 96)
+"""Tokens of the two forward passes that measure the activation bytes of a token."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a micro-batch may hold."""
+class MicroBatchPlan:
+    """The limits of a micro-batch."""
 
     tokens: int
-    """The most tokens at once."""
+    """Maximum number of tokens."""
     repeat: float = 0.0
-    """What a further response costs for each token of its prompt, as a share of a token."""
+    """Cost of a further response per token of its prompt, relative to a token."""
     padded: bool = False
-    """Are responses of a group padded to its longest where attention is computed?"""
+    """Does attention pad the responses of a group to the longest one?"""
     checkpointed_tokens: int = 0
-    """The most tokens at once if layers are computed again; a response above `tokens` is computed so. 0: never."""
+    """Maximum number of tokens with activation checkpointing, which longer responses than `tokens` use. 0: never."""
 
-    def tight(self, tokens: int) -> bool:
-        """Is a part so long, which cannot be cut any more, that its layers have to be computed again?"""
+    def needs_recompute(self, tokens: int) -> bool:
+        """Return whether a micro-batch that cannot be split any further needs activation checkpointing."""
         return bool(self.checkpointed_tokens) and tokens > self.tokens
 
 
 def plan_micro_batches(
     lm: LanguageModel, checkpointing: bool, reference: bool = False, critic: Any = None, shards: int = 0,
     per: int = STATE_BYTES_PER_PARAM,
-) -> Plan:  # fmt: skip
-    """For a GPU, what its memory should hold; a CPU takes a fixed number of tokens.
+) -> MicroBatchPlan:  # fmt: skip
+    """Return the limits of a micro-batch: by the GPU memory, or a fixed number of tokens on a CPU.
 
-    From the size of the card and not from what is free on it, so that the same run is cut in the same way. A critic
-    takes the same micro-batches. `shards`: of how many the trained state has one here, beside the whole model. `per`:
-    bytes of a trained parameter.
+    They depend on the total GPU memory rather than on the free memory, so that the same run is always split alike. A
+    critic uses the same micro-batches. `shards`: number of shards of the trained state; this GPU holds one of them
+    and a whole copy of the model. `per`: bytes per trained parameter.
     """
     if lm.device.type != "cuda":
-        return Plan(CPU_TOKENS)
+        return MicroBatchPlan(CPU_TOKENS)
     state = static_bytes(lm, reference, critic, shards, per)
     free = ACTIVATION_FRACTION * max(0, lm.gpu_memory - state)
     every, again = (bytes_per_token(lm, flag) for flag in (False, True))
     own = again if checkpointing else every
     flash = varlen_kernel(lm.model.get_output_embeddings().weight.new_empty(0, head_dim_of(lm))) is not None
     repeat = repeat_bytes(lm, flash) / own if lm.shares else 0.0
-    return Plan(max(1, int(free / own)), repeat, lm.shares and not flash, 0 if checkpointing else int(free / again))
+    return MicroBatchPlan(
+        max(1, int(free / own)), repeat, lm.shares and not flash, 0 if checkpointing else int(free / again)
+    )
 
 
 def static_bytes(
     lm: LanguageModel, reference: bool, critic: Any, shards: int = 0, per: int = STATE_BYTES_PER_PARAM
 ) -> int:
-    """What is taken whatever the batch is."""
+    """Return the memory that does not depend on the batch."""
     kept = sum(p.numel() * p.element_size() for p in lm.trained().values()) if reference else 0
     return state_bytes(lm, shards, per) + (kept + critic_bytes(critic)) // (shards or 1) + head_bytes(lm)
 
 
 def state_bytes(lm: LanguageModel, shards: int = 0, per: int = STATE_BYTES_PER_PARAM) -> int:
-    """Parameters, gradients and Adam: of everything; or of one of these shards, beside the whole model."""
+    """Return the bytes of parameters, gradients and Adam: of the whole model, or of one shard plus a whole copy."""
     every = list(lm.model.parameters())
     own = sum(p.numel() * (per if p.requires_grad else p.element_size()) for p in every)
     return own // shards + sum(p.numel() * p.element_size() for p in every) if shards else own
 
 
-# ---- what a token takes ------------------------------------------------------------------------------
+# ---- memory per token ------------------------------------------------------------------------------
 
 
 def bytes_per_token(lm: LanguageModel, checkpointing: bool) -> int:
-    """What autograd keeps of a token, and what the layer that works takes beside it: measured on a GPU, else about.
+    """Return the bytes of a token: what autograd keeps, plus one running layer. Measured on a GPU, else estimated.
 
-    With checkpointing the inputs of all layers are kept, and one layer is there twice, in its two passes.
+    With activation checkpointing the inputs of all layers are kept, and one layer is recomputed at a time.
     """
     config = lm.config
     layers, width = config.num_hidden_layers, config.hidden_size
@@ -109,9 +111,10 @@ def bytes_per_token(lm: LanguageModel, checkpointing: bool) -> int:
 
 
 def _layer_bytes(lm: LanguageModel) -> int:
-    """Of width w and inner width i, a layer keeps 11·w + 4·i numbers of a token, about.
+    """Estimate the bytes that a layer keeps per token: 11·hidden_size + 4·intermediate_size numbers.
 
-    They are the norms' inputs (in float32), queries, keys, values, what they mix, and four tensors of the gated MLP.
+    They are the inputs of the norms (in float32), queries, keys, values, the attention output, and four tensors of the
+    gated MLP.
     """
     config = lm.config
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
@@ -119,14 +122,14 @@ def _layer_bytes(lm: LanguageModel) -> int:
 
 
 def activation_bytes_per_token(lm: LanguageModel) -> int:
-    """What autograd keeps of one more token, measured: by forward passes over two short responses."""
+    """Measure the bytes that autograd keeps per token, by forward passes over two short responses."""
     if not hasattr(lm, "activation_bytes_per_token"):
-        few, more = (_kept(lm, tokens) for tokens in PROBE)
-        lm.activation_bytes_per_token = max(0, more - few) // (PROBE[1] - PROBE[0])  # type: ignore[assignment]
+        short, long = (_saved_bytes(lm, tokens) for tokens in PROBE_LENGTHS)
+        lm.activation_bytes_per_token = max(0, long - short) // (PROBE_LENGTHS[1] - PROBE_LENGTHS[0])  # type: ignore[assignment]
     return lm.activation_bytes_per_token  # type: ignore[return-value]
 
 
-def _kept(lm: LanguageModel, tokens: int) -> int:
+def _saved_bytes(lm: LanguageModel, tokens: int) -> int:
     mine = {p.untyped_storage().data_ptr() for p in lm.model.parameters()}
     kept: dict[int, int] = {}
 
@@ -134,7 +137,7 @@ def _kept(lm: LanguageModel, tokens: int) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in mine:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # itself, it would keep the pass that made it, and that pass would keep it, for good
+        return tensor.detach()  # the tensor itself would form a reference cycle with its graph
 
     ids = torch.arange(tokens + 1) % lm.vocab
     mask = torch.ones(1, 1, tokens, dtype=torch.bool)
@@ -150,20 +153,20 @@ def _kept(lm: LanguageModel, tokens: int) -> int:
 
 
 def repeat_bytes(lm: LanguageModel, flash: bool) -> int:
-    """What a prompt's token takes for each further response that reads it.
+    """Return the bytes of a prompt token for each further response that reads it.
 
-    Flash attention: its key and value and their gradients, a gradient per query head, and their sums in float32, in one
-    layer at a time; in float32 also key and value per query head. Otherwise every layer keeps those.
+    With flash attention, one layer at a time holds its key and value with their gradients, a gradient per query head,
+    and their sums in float32; in float32 also key and value per query head. Without it, every layer keeps the latter.
     """
-    heads, shared, channel = heads_of(lm)
+    heads, kv_heads, head_dim = heads_of(lm)
     size = lm.model.dtype.itemsize
     if not flash:
-        return lm.config.num_hidden_layers * 2 * heads * channel * size
-    return shared * channel * (5 * size + 4) + (2 if size < 4 else 4) * heads * channel * size + 24
+        return lm.config.num_hidden_layers * 2 * heads * head_dim * size
+    return kv_heads * head_dim * (5 * size + 4) + (2 if size < 4 else 4) * heads * head_dim * size + 24
 
 
 def heads_of(lm: LanguageModel) -> tuple[int, int, int]:
-    """Query heads, key-value heads and the channels of each."""
+    """Return the number of query heads, the number of key-value heads, and `head_dim`."""
     config = lm.config
     heads = getattr(config, "num_attention_heads", 1)
     return heads, getattr(config, "num_key_value_heads", None) or heads, head_dim_of(lm)
@@ -175,13 +178,13 @@ def head_dim_of(lm: LanguageModel) -> int:
 
 
 def head_bytes(lm: LanguageModel) -> int:
-    """Two chunks of logits and their slopes, and the gradient of a trained head in float32 and as it is rounded."""
+    """Return the bytes of two chunks of logits with gradients, and of a trained head's gradient in two dtypes."""
     weight = lm.model.get_output_embeddings().weight
     return 3 * chunk_bytes(lm.device) + 6 * weight.numel() * weight.requires_grad
 
 
 def critic_bytes(critic: Any) -> int:
-    """A critic's parameters beside the policy's, and the float32 copy, gradient and two moments of what is trained."""
+    """Return the bytes of a critic: parameters, and float32 master weights, gradients and moments of trained ones."""
     if critic is None:
         return 0
     copies = [] if critic.stepped is critic.working else critic.stepped
@@ -189,16 +192,17 @@ def critic_bytes(critic: Any) -> int:
     return sum(p.numel() * p.element_size() for p in held)
 
 
-# ---- what an update computes -------------------------------------------------------------------------
+# ---- operations of an update -------------------------------------------------------------------------
 
 
 def update_operations(lm: LanguageModel, prompts: Sequence[int], responses: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Operations of a forward and a backward pass over these lengths: of all, and of attention alone.
+    """Return the operations of a forward and a backward pass over these lengths: in total, and of attention alone.
 
-    6 per weight and token, 8 of the head and action (its logits are computed twice), and 12 per query channel and pair
-    of tokens of which one sees the other, in each layer. With checkpointing a third is added to all but the head's.
+    There are 6 per weight and token, 8 per weight of the head and action (its logits are computed twice), and in each
+    layer 12 per query head, element of `head_dim` and pair of tokens of which one attends to the other. Activation
+    checkpointing adds a third to all but the head's.
     """
-    heads, _, channel = heads_of(lm)
+    heads, _, head_dim = heads_of(lm)
     head = lm.model.get_output_embeddings().weight.numel()
     embedding = lm.model.get_input_embeddings().weight
     blocks = parameter_count(lm.backbone) - embedding.numel()
@@ -208,5 +212,5 @@ def update_operations(lm: LanguageModel, prompts: Sequence[int], responses: Sequ
         r * n * (n + 1) // 2 + sum(m * n + m * (m + 1) // 2 for m in own)
         for n, r, own in zip(prompts, repeats, responses, strict=True)
     )
-    attention = 12 * lm.config.num_hidden_layers * heads * channel * pairs
+    attention = 12 * lm.config.num_hidden_layers * heads * head_dim * pairs
     return 6 * blocks * tokens + 8 * head * sum(map(sum, responses)) + attention, attention

@@ -1,6 +1,6 @@
-"""A language model's forward pass over a batch: its hidden states, packed with shared prompts or plain.
+"""A language model's forward pass: hidden states of packed sequences with shared prompts, or of padded sequences.
 
-`proof.prove` compares both with the model's own forward pass before a model is used.
+`model_verification.prove` compares both with the model's own forward pass before a model is used.
 """
 
 from __future__ import annotations
@@ -25,51 +25,51 @@ from ascent.training.captured_updates import Captured
 
 Read = TypeVar("Read")
 Cost = int | float
-"""What something takes, in tokens."""
+"""A cost in tokens."""
 
 
 def split_batch(
     batch: Batch, budget: int, shared: bool = True, repeat: float = 0.0, padded: bool = False
 ) -> Iterator[Batch]:
-    """Parts of about `budget` tokens at most and of much the same size, in the tokens that are really computed.
+    """Split a batch into micro-batches of similar size with at most about `budget` computed tokens.
 
-    A shared prompt counts once, and for each response that reads it `repeat` times; `padded`: a group's responses count
-    as its longest. Not shared, every response is a row with its prompt, as wide as the widest of its part. Whole groups
-    where they fit, else parts of one. What was not sampled, a pair, is never cut. A share without rows is one part,
-    whose gradient is 0.
+    A shared prompt counts once, plus `repeat` times for each response that reads it. With `padded`, a group's responses
+    count as its longest. Without sharing, every response is a row with its prompt, padded to the widest row of its
+    micro-batch. Groups stay whole if they fit, and are split otherwise. Pairs are never split. An empty batch gives one
+    empty micro-batch, whose gradient is 0.
     """
     prompts, responses = (batch.prompt >= 0).sum(-1).tolist(), batch.present.sum(-1).tolist()
-    together = _rectangle if padded or not shared else sum
-    read = repeat if shared else 1
-    rows = [[n + read * prompt for n in own] for prompt, own in zip(prompts, responses, strict=True)]
-    costs = [shared * prompt + together(own) for prompt, own in zip(prompts, rows, strict=True)]
+    group_cost = _padded_cost if padded or not shared else sum
+    prompt_cost = repeat if shared else 1
+    rows = [[n + prompt_cost * prompt for n in own] for prompt, own in zip(prompts, responses, strict=True)]
+    costs = [shared * prompt + group_cost(own) for prompt, own in zip(prompts, rows, strict=True)]
     even = sum(costs) / max(1, -(-sum(costs) // budget)) + max(costs, default=0) / 2
-    for part in _runs(costs, min(budget, even), sum if shared else _rectangle):
+    for part in _slices(costs, min(budget, even), sum if shared else _padded_cost):
         first = part.start
         if batch.sampled and len(costs) and costs[first] > budget:  # then it is alone in its part
             room = budget - shared * prompts[first]
-            yield from (batch.sub_batch(part, own) for own in _runs(rows[first], room, together))
+            yield from (batch.sub_batch(part, own) for own in _slices(rows[first], room, group_cost))
         else:
             yield batch if part == slice(0, len(costs)) else batch.sub_batch(part)
 
 
-def _runs(costs: Sequence[Cost], most: Cost, together: Callable[[Sequence[Cost]], Cost]) -> Iterator[slice]:
-    """Neighbours that cost `most` together, if they can."""
+def _slices(costs: Sequence[Cost], max_cost: Cost, total: Callable[[Sequence[Cost]], Cost]) -> Iterator[slice]:
+    """Yield slices of consecutive items that cost at most `max_cost` together, if each of them does."""
     start = 0
     for i in range(1, len(costs)):
-        if together(costs[start : i + 1]) > most:
+        if total(costs[start : i + 1]) > max_cost:
             yield slice(start, i)
             start = i
     yield slice(start, len(costs))
 
 
-def _rectangle(costs: Sequence[Cost]) -> Cost:
-    """What rows cost that are padded to the widest."""
+def _padded_cost(costs: Sequence[Cost]) -> Cost:
+    """Return the cost of rows padded to the widest."""
     return len(costs) * max(costs, default=0)
 
 
 def computed_tokens(batch: Rollouts, shared: bool) -> int:
-    """The tokens of one forward pass over a batch, without padding."""
+    """Return the number of tokens of a forward pass over a batch, without padding."""
     host = host_batch(batch)
     prompts, responses = (host.prompt >= 0).sum(-1), host.present.sum()
     return int(prompts.sum() * (1 if shared else host.mask.shape[1]) + responses)
@@ -77,10 +77,7 @@ def computed_tokens(batch: Rollouts, shared: bool) -> int:
 
 @dataclass(frozen=True)
 class DeviceBatch(Batch):
-    """A part of a batch on the model's device, with the same part on the host, where its lengths can be read.
-
-    Asking a GPU for a length would mean waiting until it has done everything that was queued before.
-    """
+    """A batch on the model's device, with a copy on the host, from which lengths are read without a GPU sync."""
 
     host: Batch = field(default=None)  # type: ignore[assignment]
 
@@ -89,11 +86,11 @@ class DeviceBatch(Batch):
 
 
 HOST_ONLY = frozenset({"prompt", "problem", "index", "measures"})
-"""Fields that no objective has a use for; a forward pass takes its tokens from the host."""
+"""Fields that objectives do not need on the device. A forward pass takes its tokens from the host."""
 
 
-def place(batch: Batch, device: torch.device) -> Batch:
-    """The batch where the model is. Nobody waits for it."""
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Copy a batch to the model's device without a sync."""
     if device.type == "cpu":
         return batch
     own: dict[str, Any] = {f.name: getattr(batch, f.name) for f in fields(Batch)}
@@ -106,13 +103,13 @@ def host_batch(batch: Rollouts) -> Rollouts:
 
 
 def targets(batch: Rollouts, device: torch.device) -> Int[Tensor, "state"]:
-    """The actions, in the order of the mask."""
+    """Return the sampled tokens in the order of the mask."""
     host = host_batch(batch)
     return to_device_async(host.response[host.mask], device)
 
 
-def scatter_tokens(values: Tensor, where: Bool[Tensor, "prompt sample place"]) -> Float[Tensor, "prompt sample place"]:
-    """Numbers of the places that are True, back where they belong; 0 elsewhere."""
+def scatter_tokens(values: Tensor, where: Bool[Tensor, "prompt sample state"]) -> Float[Tensor, "prompt sample state"]:
+    """Scatter values to the True positions of `where`; 0 elsewhere."""
     values = values.to(where.device)
     return values.new_zeros(where.shape).masked_scatter(where, values)
 
@@ -122,23 +119,23 @@ States = Bool[Tensor, "prompt sample state"]
 
 
 def action_states(batch: Rollouts) -> States:
-    """The states in which the policy acted, on the host."""
+    """Return which states are before a sampled token, on the host."""
     return F.pad(host_batch(batch).mask, (0, 1))
 
 
 def states_after_actions(batch: Rollouts) -> States:
-    """The states that actions led to, on the host."""
+    """Return which states are after a sampled token, on the host."""
     return F.pad(host_batch(batch).mask, (1, 0))
 
 
 def last_states(batch: Rollouts) -> States:
-    """The state behind the last token of each response, on the host."""
+    """Return which states are after the last token of each response, on the host."""
     host = host_batch(batch)
     return torch.arange(host.mask.shape[-1] + 1) == host.extent.unsqueeze(-1)
 
 
 def value_states(batch: Rollouts) -> States:
-    """The states that a critic is asked for: before every action, and behind the last token of each response."""
+    """Return the states of which a critic computes values: before every sampled token and after the last one."""
     return action_states(batch) | last_states(batch)
 
 
@@ -146,7 +143,7 @@ def hidden_states(
     lm: LanguageModel, batch: Rollouts, states: States | None = None, backbone: nn.Module | None = None,
     captured: Captured | None = None,
 ) -> Float[Tensor, "asked width"]:  # fmt: skip
-    """Last hidden states at these states (those before actions), of the model or of another backbone like its own."""
+    """Return the last hidden states at these states (by default before actions), of the model or another backbone."""
     states = action_states(batch) if states is None else states
     if lm.shares:
         return packed_hidden_states(lm, host_batch(batch), states, backbone or lm.backbone, captured)
@@ -156,39 +153,40 @@ def hidden_states(
 def packed_hidden_states(
     lm: LanguageModel, batch: Rollouts, states: States, backbone: nn.Module, captured: Captured | None = None
 ) -> Float[Tensor, "asked width"]:
-    """From one row, [prompt, response 1, …, response G] for each group: no prompt is there twice, nothing is padded."""
+    """Compute one packed row: [prompt, response 1, …, response G] for each group, with shared prompts, no padding."""
     row = pack_batch(batch, states)
     hidden = None if captured is None else captured(row.ids, row.positions, row.groups)
-    places = to_device_async(row.place[states], lm.device)
+    indices = to_device_async(row.state_index[states], lm.device)
     if hidden is None:
         ids, positions = to_device_async(row.ids, lm.device), to_device_async(row.positions, lm.device)
         hidden = lm.hidden(ids[None], positions[None], PackedLayout(row.groups), backbone)
-    return rows_of(hidden[0], places)
+    return gather_rows(hidden[0], indices)
 
 
-def rows_of(hidden: Float[Tensor, "token width"], places: Int[Tensor, "asked"]) -> Float[Tensor, "asked width"]:
-    """These rows, of which one may be asked for many times, as the last of a prompt is by its responses.
+def gather_rows(hidden: Float[Tensor, "token width"], indices: Int[Tensor, "asked"]) -> Float[Tensor, "asked width"]:
+    """Select rows; the last row of a prompt is selected by all of its responses.
 
-    The gradients of such a row are added up. Indexing does so in any order where several threads of a CPU share the
-    work, and `index_select` on a GPU.
+    The backward pass has to add up gradients of repeated rows in a fixed order. On a CPU with several threads only
+    `index_select` does so, on a GPU only indexing.
     """
-    return hidden[places] if hidden.is_cuda else hidden.index_select(0, places)
+    return hidden[indices] if hidden.is_cuda else hidden.index_select(0, indices)
 
 
 class PackedBatch(NamedTuple):
-    """The tokens of a batch in one row, on the host."""
+    """The tokens of a batch, packed in one row, on the host."""
 
     ids: Int[Tensor, "token"]
     positions: Int[Tensor, "token"]
     groups: list[PackedGroup]
-    place: Int[Tensor, "prompt sample state"]
-    """Behind which token of the row each state lies."""
+    state_index: Int[Tensor, "prompt sample state"]
+    """Index of the token in the row whose hidden state is this state."""
 
 
 def pack_batch(batch: Rollouts, states: States) -> PackedBatch:
-    """The state before a response's first token is the prompt's last; tokens behind the last state are left out.
+    """Pack a batch. The state before the first token of a response is the last of its prompt.
 
-    A batch without rows is one token of which nothing is asked: so every parameter has a gradient, 0.
+    Tokens after the last requested state are omitted. An empty batch is packed as one token without requested states,
+    so that every parameter gets a gradient of 0.
     """
     prompt, width = batch.prompt, batch.mask.shape[2]
     t = torch.arange(width + 1)
@@ -203,40 +201,40 @@ def pack_batch(batch: Rollouts, states: States) -> PackedBatch:
     positions = torch.cat([is_prompt.cumsum(-1) - 1, later], 1)[kept]
     start = (size + inner.sum(-1)).cumsum(0) - (size + inner.sum(-1))
     begin = (start + size).unsqueeze(-1) + inner.cumsum(-1) - inner
-    place = torch.where(before == 0, (start + size - 1)[:, None, None], begin.unsqueeze(-1) + before - 1)
+    state_index = torch.where(before == 0, (start + size - 1)[:, None, None], begin.unsqueeze(-1) + before - 1)
     shapes = zip(start.tolist(), size.tolist(), inner.tolist(), strict=True)
     groups = [PackedGroup(a, n, tuple(m for m in own if m > 0)) for a, n, own in shapes]
     if not groups:
         ids, positions, groups = ids.new_zeros(1), positions.new_zeros(1), [PackedGroup(0, 1, ())]
-    return PackedBatch(ids, positions, groups, place)
+    return PackedBatch(ids, positions, groups, state_index)
 
 
 def padded_hidden_states(
     lm: LanguageModel, batch: Rollouts, states: States, backbone: nn.Module
 ) -> Float[Tensor, "asked width"]:
-    """The plain form, for any architecture: one row per response, its prompt repeated, padded on the right."""
+    """Compute one padded row per response, with its prompt repeated. This works for any architecture."""
     rows: list[Tensor] = []
-    places: list[Tensor] = []
+    indices: list[Tensor] = []
     for prompt, *group in zip(batch.prompt, batch.response, batch.present, states, strict=True):
         prompt = prompt[prompt >= 0]
         for response, present, wanted in zip(*group, strict=True):
             before = F.pad(present.cumsum(-1), (1, 0))[wanted]
             rows.append(torch.cat([prompt, response[present][: int(before.max()) if len(before) else 0]]))
-            places.append(len(prompt) - 1 + before)
+            indices.append(len(prompt) - 1 + before)
     if not rows:  # as in a packed row
-        rows, places = [torch.zeros(1, dtype=torch.long)], [torch.zeros(0, dtype=torch.long)]
+        rows, indices = [torch.zeros(1, dtype=torch.long)], [torch.zeros(0, dtype=torch.long)]
     ids = pad_sequence(rows, batch_first=True)
     inside = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     out = backbone(input_ids=ids.to(lm.device), attention_mask=inside.to(lm.device), use_cache=False)
-    index = torch.cat([i * ids.shape[1] + place for i, place in enumerate(places)])
-    return rows_of(out.last_hidden_state.flatten(0, 1), index.to(lm.device))
+    index = torch.cat([i * ids.shape[1] + positions for i, positions in enumerate(indices)])
+    return gather_rows(out.last_hidden_state.flatten(0, 1), index.to(lm.device))
 
 
 class ForwardModule(nn.Module):
-    """Every forward pass of a learner: hidden states and what is read off them, in one call of one module.
+    """The forward pass of a learner as one module: hidden states and the outputs computed from them.
 
-    So sharding can wrap it; and the same call with other parameters (`instead`) is the reference, or the policy
-    before an update. The model's own parameters stay in their place.
+    FSDP2 wraps this module. `with_params` runs the same pass with other parameters: those of the reference, or those of
+    the policy before an update.
     """
 
     def __init__(self, lm: LanguageModel):
@@ -244,11 +242,11 @@ class ForwardModule(nn.Module):
         self.model = lm.model
         self._lm = (lm,)  # in a tuple, so that it does not become a submodule: the model is one already
         self.captured: Captured | None = None
-        """What small rows go through, while gradients are computed."""
+        """The CUDA graphs for small rows, while gradients are computed."""
 
     @cached_property
     def _names(self) -> list[list[str]]:
-        """Of each trained parameter all its names in this module: tied ones have more than one."""
+        """The names of each trained parameter in this module; tied ones have more than one."""
         names: dict[int, list[str]] = defaultdict(list)
         for module, owner in self.named_modules():  # a module that is there twice has its slots once
             for name, parameter in owner._parameters.items():
@@ -256,12 +254,12 @@ class ForwardModule(nn.Module):
         return [names[id(parameter)] for parameter in self._lm[0].trained().values()]
 
     def forward(self, batch: Rollouts, read: Callable[[LMHead, Tensor], Read], states: States | None = None) -> Read:
-        """What `read` makes of the head and the hidden states `[state width]`, in the order of the batch."""
+        """Return `read(head, hidden states)`, in the order of the batch."""
         lm = self._lm[0]
         return read(LMHead.of(lm.model), hidden_states(lm, batch, states, captured=self.captured))
 
-    def instead(self, params: Iterable[Tensor], batch: Rollouts, read: Callable[[LMHead, Tensor], Read]) -> Read:
-        """The same with these values for the trained parameters."""
+    def with_params(self, params: Iterable[Tensor], batch: Rollouts, read: Callable[[LMHead, Tensor], Read]) -> Read:
+        """Run the forward pass with these values of the trained parameters."""
         pairs = zip(self._names, params, strict=True)
         named = {name: value for names, value in pairs for name in names}
         return torch.func.functional_call(self, named, (batch, read), tie_weights=False)

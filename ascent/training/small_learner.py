@@ -1,4 +1,4 @@
-"""The sampler and the learners of small policies and small reward models, in one process."""
+"""The learner of small policies and small reward models, in one process."""
 
 import copy
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from ascent.training.learner import InProcessLearner
 
 
 def log_probs(policy: Policy, batch: Rollouts) -> Float[Tensor, "prompt #sample token vocab"]:
-    """log π over the whole vocabulary at every state of the batch, at its sampling temperature."""
+    """Return log π over the whole vocabulary at every state of the batch, at its sampling temperature."""
     response, states = without_gaps(batch) if batch.has_gaps else (batch.response, None)
     logits = policy.logits(batch.prompt, response)
     if states is not None:
@@ -26,7 +26,7 @@ def log_probs(policy: Policy, batch: Rollouts) -> Float[Tensor, "prompt #sample 
 
 
 def values_of(model: ValueFunction, batch: Rollouts) -> Float[Tensor, "prompt sample state"]:
-    """V of the state before each token, and of the one behind the last."""
+    """Return V of the state before each token and of the state after the last one."""
     if not batch.has_gaps:
         return model.values(batch.prompt, batch.response)
     response, states = without_gaps(batch)
@@ -34,13 +34,13 @@ def values_of(model: ValueFunction, batch: Rollouts) -> Float[Tensor, "prompt sa
 
 
 def without_gaps(batch: Rollouts) -> tuple[Int[Tensor, "prompt sample token"], Int[Tensor, "prompt sample state"]]:
-    """Responses with the tokens that are present moved to the front, and which state of theirs each state is."""
+    """Move the present tokens of responses to the front. Return them and the index of each state among theirs."""
     order = (~batch.present).to(torch.uint8).argsort(dim=-1, stable=True)
     return batch.response.gather(-1, order), torch.nn.functional.pad(batch.present.cumsum(-1), (1, 0))
 
 
 def action_logprobs(logp_all: Tensor, batch: Rollouts) -> Float[Tensor, "prompt sample token"]:
-    """The log-prob of each action; 0 at every other token, so that a ratio is 1 there."""
+    """Return the log-prob of each action; 0 at every other token, so that a ratio is 1 there."""
     if logp_all.shape[1] == 1:  # the same distributions for every sample
         logp = logp_all.squeeze(1).gather(-1, batch.response.transpose(1, 2)).transpose(1, 2)
     else:
@@ -49,7 +49,7 @@ def action_logprobs(logp_all: Tensor, batch: Rollouts) -> Float[Tensor, "prompt 
 
 
 def full_kl(logp_all: Tensor, logp_ref_all: Tensor) -> Float[Tensor, "prompt #sample token"]:
-    """KL(π ‖ π_ref) over the vocabulary."""
+    """Return KL(π ‖ π_ref) over the vocabulary."""
     return (logp_all.exp() * (logp_all - logp_ref_all)).sum(-1)
 
 
@@ -73,16 +73,16 @@ class SmallLearner(InProcessLearner):
         self.reference: Any = copy.deepcopy(policy).requires_grad_(False) if reference else None
         self._params = dict(policy.named_parameters())
         self._trainable = [p for p in policy.parameters() if p.requires_grad]
-        self._uphill = -torch.ones((), dtype=self._trainable[0].dtype)
+        self._loss_grad = -torch.ones((), dtype=self._trainable[0].dtype)
         self.train_critic(critic, critic_update)
         self.optimizer = use_fused_adamw(update.optimizer(self.trainable()))
         self.critic_optimizer = use_fused_adamw(self.critic_optimizer)
 
     def backward(self, objective: Tensor) -> None:
-        run_backward(objective, self._uphill)
+        run_backward(objective, self._loss_grad)
 
     def split(self, batch: Batch) -> Iterator[Batch]:
-        """What goes through at once: at most `micro_batch` tokens, whole responses and whole pairs."""
+        """Split a batch into micro-batches of at most `micro_batch` tokens, whole responses and whole pairs."""
         least, width = 1 if batch.sampled else batch.mask.shape[1], batch.prompt.shape[1] + batch.mask.shape[2]
         return batch.microbatches(max(least, self.micro_batch // width) if self.micro_batch else 0)
 
@@ -93,7 +93,7 @@ class SmallLearner(InProcessLearner):
         logp_all = log_probs(self.policy, batch)
         if "entropy" in self.outputs:
             entropy = -(logp_all.exp() * logp_all).sum(-1)
-        else:  # only measured; this form has no finite gradient at a probability of 0
+        else:  # a metric only; this form has no finite gradient at a probability of 0
             entropy = torch.special.entr(logp_all.detach().exp()).sum(-1)
         kl = None
         if "kl_full" in self.outputs:
@@ -120,7 +120,7 @@ class SmallLearner(InProcessLearner):
 
     @torch.enable_grad()
     def score_norm(self, batch: Batch) -> Float[Tensor, "prompt sample 1"]:
-        """‖∇ log π(response)‖², one backward pass per response."""
+        """Return ‖∇ log π(response)‖², by one backward pass per response."""
         total = action_logprobs(log_probs(self.policy, batch), batch).sum(-1)
         norms = []
         for logp in total.flatten():
@@ -160,10 +160,10 @@ class SmallLearner(InProcessLearner):
 
 
 def score_small_responses(model: ValueFunction, batch: Rollouts) -> Float[Tensor, "prompt sample 1"]:
-    """What a reward model gives each response: its head, read at the state behind the last token."""
+    """Return the rating of each response: the head's output at the state after the last token."""
     return values_of(model, batch).gather(-1, batch.extent.unsqueeze(-1))
 
 
 def score_small_steps(model: ValueFunction, batch: Rollouts) -> Float[Tensor, "prompt sample token"]:
-    """What a process reward gives each step, and so each action: its head, read at the state after it."""
+    """Return the rating of each action by a process reward: the head's output at the state after it."""
     return torch.where(batch.mask, values_of(model, batch)[..., 1:], 0.0)

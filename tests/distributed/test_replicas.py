@@ -257,9 +257,9 @@ def two_steps(crew: Any, hold: bool = False) -> tuple[list[Rollouts], ReplicaEng
     found = []
     for step in (0, 1):
         parts = sorted(sampler.iter_finished(step, 60), key=lambda one: int(one.prompt_indices[0]))
-        place = torch.cat([one.prompt_indices for one in parts])
-        assert sorted(place.tolist()) == [0, 1, 2, 3, 4], "each group once"
-        found.append(join([one.rollouts for one in parts]).select(place.argsort()))
+        indices = torch.cat([one.prompt_indices for one in parts])
+        assert sorted(indices.tolist()) == [0, 1, 2, 3, 4], "each group once"
+        found.append(join([one.rollouts for one in parts]).select(indices.argsort()))
         sampler.load({name: p + 0.1 for name, p in sampler.probe_engine.lm.trained().items()}, step + 2)
         for name in list(crew.hanging):
             crew.restart(name)

@@ -25,7 +25,7 @@ from ascent.models.lm_head import LMHead, token_stats
 from ascent.models.packed_attention import packed_attention_enabled
 from ascent.ops.token_sampling import sample_tokens, uniform_from_seed
 from ascent.training.language_learner import LanguageCritic, LanguageLearner
-from ascent.training.packing import hidden_states, host_batch, place
+from ascent.training.packing import hidden_states, host_batch, to_device
 from tests.language import END, batch_of, gradient_of, model_of, prompts_of, rewarded, sampler_of
 
 SHARING = ("Llama", "Qwen2", "Qwen3", "Phi3", "Olmo", "Granite", "Cohere", "Mistral")
@@ -110,9 +110,9 @@ def test_checkpointing_a_model_without_layers_is_refused() -> None:
 
 def test_a_batch_goes_to_the_device_without_what_only_the_host_reads() -> None:
     batch = batch_of(model_of())
-    assert place(batch, torch.device("cpu")) is batch
+    assert to_device(batch, torch.device("cpu")) is batch
     meta = torch.device("meta")
-    placed = place(batch, meta)
+    placed = to_device(batch, meta)
     assert host_batch(placed) is batch and host_batch(batch) is batch
     for name in ("response", "mask", "logp_sampler", "reward", "valid", "logp_old"):
         assert getattr(placed, name).device == meta and getattr(placed, name).shape == getattr(batch, name).shape

@@ -22,7 +22,7 @@ from ascent.training import micro_batches as planning
 from ascent.training.language_learner import LanguageCritic, LanguageLearner
 from ascent.training.micro_batches import (
     CPU_TOKENS,
-    Plan,
+    MicroBatchPlan,
     activation_bytes_per_token,
     bytes_per_token,
     head_bytes,
@@ -129,9 +129,9 @@ def test_measuring_leaves_nothing_behind() -> None:
     """Passes that hold what they have made are never freed, and with them parameters that a sampler has moved since."""
     lm = one_model("Llama")
     places = [p.untyped_storage()._cdata for p in lm.model.parameters()]
-    before = [torch._C._storage_Use_Count(place) for place in places]  # type: ignore[attr-defined]
-    planning._kept(lm, 8)
-    assert [torch._C._storage_Use_Count(place) for place in places] == before  # type: ignore[attr-defined]
+    before = [torch._C._storage_Use_Count(index) for index in places]  # type: ignore[attr-defined]
+    planning._saved_bytes(lm, 8)
+    assert [torch._C._storage_Use_Count(index) for index in places] == before  # type: ignore[attr-defined]
 
 
 def test_layers_share_the_mask_of_attention() -> None:
@@ -149,7 +149,7 @@ def test_layers_share_the_mask_of_attention() -> None:
 
 
 def test_a_cpu_takes_a_fixed_number_of_tokens() -> None:
-    assert plan_micro_batches(one_model("Llama"), False) == Plan(CPU_TOKENS)
+    assert plan_micro_batches(one_model("Llama"), False) == MicroBatchPlan(CPU_TOKENS)
 
 
 def test_a_card_takes_what_it_should_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +166,8 @@ def test_a_card_takes_what_it_should_hold(monkeypatch: pytest.MonkeyPatch) -> No
     card = type("Card", (), {"total_memory": state + 100 * 4 * layer})()
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     again = int(60 * 4 * layer / bytes_per_token(lm, True))
-    assert plan_micro_batches(lm, False) == Plan(60, repeated / (4 * layer), True, again)
-    assert plan_micro_batches(lm, True) == Plan(again, repeated / bytes_per_token(lm, True), True, 0)
+    assert plan_micro_batches(lm, False) == MicroBatchPlan(60, repeated / (4 * layer), True, again)
+    assert plan_micro_batches(lm, True) == MicroBatchPlan(again, repeated / bytes_per_token(lm, True), True, 0)
     assert plan_micro_batches(lm, False, reference=True).tokens < 60
     assert plan_micro_batches(lm, False, critic=LanguageCritic(lm, shared=False)).tokens < 60
     monkeypatch.setattr(planning, "activation_bytes_per_token", lambda _: 6 * layer)
@@ -184,7 +184,7 @@ def test_a_response_that_does_not_fit_computes_its_layers_twice(monkeypatch: pyt
     learner.gradient(batch, algorithm.objective)
     want, calls = gradient_of(learner), []
     monkeypatch.setattr(learning, "checkpoint", lambda f, *a, **more: calls.append(1) or f(*a, **_plain(more)))
-    learner._room = Plan(20, checkpointed_tokens=1000)
+    learner._room = MicroBatchPlan(20, checkpointed_tokens=1000)
     tight = [computed_tokens(part, True) > 20 for part in learner.split(batch)]
     assert any(tight) and not all(tight)
     learner.gradient(batch, algorithm.objective)
@@ -195,19 +195,19 @@ def test_a_response_that_does_not_fit_computes_its_layers_twice(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (Plan(1000), ["in about 1 micro-batch of up to 1,000 tokens"]),
-        (Plan(500), ["in about 2 micro-batches of up to 500 tokens"]),
+        (MicroBatchPlan(1000), ["in about 1 micro-batch of up to 1,000 tokens"]),
+        (MicroBatchPlan(500), ["in about 2 micro-batches of up to 500 tokens"]),
         (
-            Plan(100, checkpointed_tokens=400),
+            MicroBatchPlan(100, checkpointed_tokens=400),
             ["in about 10 micro-batches", "more than 100 tokens, its prompt counted"],
         ),
         (
-            Plan(100, checkpointed_tokens=150),
+            MicroBatchPlan(100, checkpointed_tokens=150),
             ["takes 160 tokens in training, and about 150 fit: lower --max-tokens"],
         ),
     ],
 )
-def test_the_preflight_says_how_an_update_is_cut(plan: Plan, words: list[str]) -> None:
+def test_the_preflight_says_how_an_update_is_cut(plan: MicroBatchPlan, words: list[str]) -> None:
     """At the limits: 2 prompts of 60 tokens with 4 responses of 100, which are 460 tokens each."""
     task, lm, report = SimpleNamespace(max_prompt=60, room=100), one_model("Llama"), Report()
     config: Any = SimpleNamespace(task=task, prompts=2, samples=4, minibatches=1)

@@ -93,7 +93,7 @@ def ready(row: Any, batch: Batch, learner: LanguageLearner) -> Batch:
 def exact_parameters(learner: LanguageLearner) -> dict[str, torch.Tensor]:
     """In float32: what the optimizer steps, of the policy and of its critic."""
     masters = learner.trainable() if learner.compact is None else learner.compact.masters()
-    every = {str(place): p.detach().float().clone() for place, p in enumerate(masters)}
+    every = {str(index): p.detach().float().clone() for index, p in enumerate(masters)}
     critic = {} if learner.critic is None else learner.critic.state_dict()
     return every | {f"critic {name}": p.float().clone() for name, p in critic.items()}
 
@@ -129,7 +129,7 @@ def test_every_form_of_state_continues_from_every_other(kind: str) -> None:
             moved, lost = distance(exact_parameters(resumed), want), distance(start, want)
             assert moved < 1e-3 < lost, f"{case}: {moved:.3g} from the checkpoint, which is {lost:.3g} from the start"
             working = torch.cat([p.detach().flatten().float() for p in resumed.params().values()])
-            masters = torch.cat([found[str(place)].flatten() for place in range(len(resumed.params()))])
+            masters = torch.cat([found[str(index)].flatten() for index in range(len(resumed.params()))])
             rounding = torch.finfo(resumed.lm.model.dtype).eps
             assert torch.allclose(working, masters, rtol=2 * rounding, atol=1e-4), f"{case}: the sampler's copy"
 

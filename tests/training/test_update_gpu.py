@@ -34,7 +34,7 @@ from ascent.ops import load_kernels
 from ascent.training import packing
 from ascent.training.language_learner import LanguageCritic, LanguageLearner
 from ascent.training.micro_batches import activation_bytes_per_token
-from ascent.training.packing import DeviceBatch, hidden_states, host_batch, place
+from ascent.training.packing import DeviceBatch, hidden_states, host_batch, to_device
 from tests.flash_formulas import FlashFormulas
 from tests.language import batch_of, model_of
 from tests.training.test_language_learner import awkward, credited, dense, learner_of
@@ -234,7 +234,7 @@ def test_a_placed_batch_is_the_batch(shares: bool) -> None:
         want, got = learner.evaluate(batch), learner.evaluate(placed(batch))
     assert torch.equal(want.logp, got.logp)
     assert host_batch(placed(batch)) is batch
-    assert place(batch, torch.device("cpu")) is batch
+    assert to_device(batch, torch.device("cpu")) is batch
 
 
 def test_a_placed_batch_has_the_same_values() -> None:
@@ -300,13 +300,13 @@ def test_a_moving_reference_moves_in_bfloat16_too() -> None:
     """A step of 1 % of a small gap is lost in bfloat16; the average is kept in float32, also by a checkpoint."""
     lm = model_of(dtype=torch.bfloat16)
     learner = LanguageLearner(lm, ALGORITHMS["grpo"].update, True, frozenset())
-    begin = [kept.clone() for kept in learner.kept or []]
+    begin = [kept.clone() for kept in learner.reference_params or []]
     with torch.no_grad():
         for wide in learner.trainable():
             wide.mul_(1.01)
     for _ in range(400):
         learner.mix_reference(0.01)
-    for kept, wide, first in zip(learner.kept or [], learner.trainable(), begin, strict=True):
+    for kept, wide, first in zip(learner.reference_params or [], learner.trainable(), begin, strict=True):
         assert torch.allclose(kept.float(), wide, rtol=1e-2, atol=1e-6)
         assert not torch.equal(kept, first)
     other = LanguageLearner(lm, ALGORITHMS["grpo"].update, True, frozenset())
