@@ -63,13 +63,13 @@ def test_a_policy_of_positions_adds_up_in_one_order() -> None:
 TWICE = """
 import torch
 torch.set_num_threads(2)
-from ascent.training.packing import rows_of
+from ascent.training.packing import gather_rows
 g = torch.Generator().manual_seed(0)
 hidden, slope = torch.randn(200, 256, generator=g).requires_grad_(), torch.randn(1024, 256, generator=g)
 places, found = torch.randint(8, (1024,), generator=g), set()
 for _ in range(40):
     hidden.grad = None
-    rows_of(hidden, places).backward(slope)
+    gather_rows(hidden, places).backward(slope)
     found.add(hidden.grad.numpy().tobytes())
 print(len(found))
 """
