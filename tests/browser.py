@@ -19,8 +19,8 @@ import pytest
 
 from ascent.lab.server import lab_server
 from ascent.runs.run_folder import is_locked
-from ascent.server.guard import prefix_of
-from ascent.server.lab_secret import kept_secret
+from ascent.server.guard import lab_prefix
+from ascent.server.lab_secret import load_secret
 from benchmarks.labs import BROWSERS
 from tests.processes import ascent_process
 
@@ -100,7 +100,7 @@ class Lab:
 
     @property
     def base(self) -> str:
-        return f"http://127.0.0.1:{self.port}{prefix_of(kept_secret(self.runs)[0], self.port)}"
+        return f"http://127.0.0.1:{self.port}{lab_prefix(load_secret(self.runs)[0], self.port)}"
 
     def kill(self) -> None:
         self.process.kill()
@@ -117,7 +117,7 @@ class ThreadLab(Lab):
     """The server of `ascent lab` in a thread of this process."""
 
     def start(self) -> None:
-        secret, _ = kept_secret(self.runs)
+        secret, _ = load_secret(self.runs)
         self.server, listening, self.guard = lab_server(self.runs, "127.0.0.1", self.port, secret)
         self.port = listening.getsockname()[1]
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listening]}, daemon=True)

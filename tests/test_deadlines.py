@@ -24,13 +24,13 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_lab_whose_secret_is_locked_starts_with_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    kept, why = lab_secret.kept_secret(tmp_path)
-    assert not why and lab_secret.kept_secret(tmp_path) == (kept, "")
+    kept, why = lab_secret.load_secret(tmp_path)
+    assert not why and lab_secret.load_secret(tmp_path) == (kept, "")
     with open(tmp_path / "ascent" / "lab" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        other, why = lab_secret.kept_secret(tmp_path)
+        other, why = lab_secret.load_secret(tmp_path)
     assert other != kept and "another process has locked it" in why
-    assert lab_secret.kept_secret(tmp_path) == (kept, "")
+    assert lab_secret.load_secret(tmp_path) == (kept, "")
 
 
 def test_a_judges_cache_that_stays_locked_is_an_error_and_loses_nothing(tmp_path: Path) -> None:

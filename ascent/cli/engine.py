@@ -45,7 +45,9 @@ class EngineCommand(Command):
     """Seconds that the engine may take for a response or for loading weights, and the trainer for sending them."""
 
     def execute(self) -> int:
-        missing = [name for name in ("starlette", "uvicorn", "httpx") if importlib.util.find_spec(name) is None]
+        missing = [
+            name for name in ("pydantic", "starlette", "uvicorn", "httpx") if importlib.util.find_spec(name) is None
+        ]
         if missing:
             raise ConfigError(f"ascent engine needs {' and '.join(missing)}: pip install 'ascent-rl[lab,judge]'")
         from ascent.models.causal_lm import check_address

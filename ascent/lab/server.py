@@ -24,8 +24,8 @@ from ascent.lab import modules_in, places_of
 from ascent.lab.figures import all_figures
 from ascent.lab.page_base import Lab
 from ascent.server.connections import Connection, bind, configure, is_local
-from ascent.server.guard import ONWARD, Guard, host_name, host_names
-from ascent.server.lab_secret import kept_secret
+from ascent.server.guard import REDIRECT_PAGE, Guard, host_name, host_names
+from ascent.server.lab_secret import load_secret
 
 STATIC = Path(__file__).parent / "static"
 SERVED = {".js", ".mjs", ".css", ".svg", ".woff2"}
@@ -41,7 +41,7 @@ def serve_lab(runs: Path, host: str, port: int, open_browser: bool) -> int:
         runs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--runs {runs}: cannot write there ({error.strerror}). Choose a folder of yours") from None
-    secret, unkept = kept_secret(runs)
+    secret, unkept = load_secret(runs)
     server, listening, guard = lab_server(runs.resolve(), host, port, secret)
     print(f"The lab is at {guard.address}\nCtrl-C closes it. Trainings continue.", flush=True)
     if not is_local(host):
@@ -95,7 +95,7 @@ def private_page(address: str, folder: Path) -> Path | None:
         with suppress(OSError):
             handle, name = tempfile.mkstemp(suffix=".html", prefix=".open-", dir=place)
             with open(handle, "w") as file:
-                file.write(ONWARD.format(to=address))
+                file.write(REDIRECT_PAGE.format(to=address))
             return Path(name)
     return None
 
@@ -138,4 +138,4 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _missing(_: Request, error: Exception) -> Response:
-    return PlainTextResponse("There is nothing here.\n", getattr(error, "status_code", 404))
+    return PlainTextResponse("Not found.\n", getattr(error, "status_code", 404))

@@ -167,7 +167,7 @@ def two_first_starts(folder: Path) -> str | None:
         found = []
         for i in range(rounds):
             barrier.wait(20)
-            found.append(lab_secret.kept_secret(folder / f"runs{i}")[0])
+            found.append(lab_secret.load_secret(folder / f"runs{i}")[0])
         return found
 
     with ThreadPoolExecutor(at_once) as pool:
@@ -189,11 +189,11 @@ def secret_of_the_folder(folder: Path) -> str | None:
     (runs / ".lab").mkdir(parents=True)
     (runs / ".lab" / "secret").write_bytes(known)
     (runs / ".lab" / "secret").chmod(0o600)
-    return "its maker knows the secret" if lab_secret.kept_secret(runs)[0] == known else None
+    return "its maker knows the secret" if lab_secret.load_secret(runs)[0] == known else None
 
 
 def trust_the_folder() -> None:
-    lab_secret.kept_secret = lambda runs: ((runs / ".lab" / "secret").read_bytes(), "")
+    lab_secret.load_secret = lambda runs: ((runs / ".lab" / "secret").read_bytes(), "")
 
 
 def token_on_a_command_line(folder: Path) -> str | None:

@@ -133,7 +133,7 @@ def test_nothing_is_said_outside_of_the_prefix(guard: Guard, client: TestClient)
     for path in [*paths, f"/x{guard.root}/", f"/{guard.root}/", guard.root.upper() + "/", "/?Token=1", "/favicon.ico"]:
         for method in ("GET", "HEAD", "POST", "DELETE"):
             answer = client.request(method, BASE + path, headers=cookie)
-            assert (answer.status_code, answer.text) == (404, "" if method == "HEAD" else "There is nothing here.\n")
+            assert (answer.status_code, answer.text) == (404, "" if method == "HEAD" else "Not found.\n")
             assert "ascent" not in str(answer.headers).lower() and "location" not in answer.headers
     assert client.get(BASE + guard.root, follow_redirects=True).status_code == 200
 

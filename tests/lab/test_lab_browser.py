@@ -565,7 +565,7 @@ def test_another_site_in_the_same_browser_gets_nothing(browser: Any, lab: Lab) -
     page.goto("http://elsewhere.test/")
     assert page.evaluate(TRIED, lab.base) == ["refused"] * 3
     rebound = page.goto(lab.address.replace("127.0.0.1", "rebound.test"))
-    assert rebound.status == 403 and "does not answer to that name" in page.inner_text("body")
+    assert rebound.status == 403 and "does not accept this host name" in page.inner_text("body")
     assert page.goto(f"{lab.base}/").status == 200  # the same browser, by the right name
     fresh = browser.new_context().new_page()
     assert fresh.goto(f"{lab.base}/").status == 403 and "with its token" in fresh.inner_text("body")

@@ -124,7 +124,10 @@ def test_a_serving_engine_draws_the_turns_of_agents_whatever_becomes_of_it(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(weight_probe, "PROMPT", 24), monkeypatch.setattr(weight_probe, "TOKENS", 8)
+    (
+        monkeypatch.setattr(weight_probe, "MAX_PROMPT_TOKENS", 24),
+        monkeypatch.setattr(weight_probe, "MAX_RESPONSE_TOKENS", 8),
+    )
     with serving(AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)) as server:
         made = config(engine="vllm", steps=1, **{"engine.url": server.url, "policy.device": "cpu"})
         with closing(assemble(made)) as parts:
@@ -154,7 +157,10 @@ def test_an_agent_that_streams_with_tools_and_stop_strings_is_recorded_as_one_th
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(weight_probe, "PROMPT", 24), monkeypatch.setattr(weight_probe, "TOKENS", 8)
+    (
+        monkeypatch.setattr(weight_probe, "MAX_PROMPT_TOKENS", 24),
+        monkeypatch.setattr(weight_probe, "MAX_RESPONSE_TOKENS", 8),
+    )
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
     def talk(stream: bool) -> Talk:

@@ -108,7 +108,10 @@ def engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, A
     """The settings that have a serving engine draw."""
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(weight_probe, "PROMPT", 20), monkeypatch.setattr(weight_probe, "TOKENS", 2)
+    (
+        monkeypatch.setattr(weight_probe, "MAX_PROMPT_TOKENS", 20),
+        monkeypatch.setattr(weight_probe, "MAX_RESPONSE_TOKENS", 2),
+    )
     with serving(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)) as server:
         yield {"engine": "vllm", "engine.url": server.url, "policy.device": "cpu", "max_mismatch": 99.0}
 

@@ -35,7 +35,7 @@ from ascent.runs.run_folder import RunFolder
 from ascent.server import connections
 from ascent.server.connections import Connection
 from ascent.server.guard import Guard, host_names
-from ascent.server.lab_secret import kept_secret
+from ascent.server.lab_secret import load_secret
 from tests.browser import ThreadLab, until
 
 BASE = "http://127.0.0.1:8321"
@@ -53,11 +53,11 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_secret_is_kept_for_its_owner_alone_and_by_its_folder(state: Path, tmp_path: Path) -> None:
-    first, why = kept_secret(tmp_path / "runs")
-    assert kept_secret(tmp_path / "runs") == (first, "") and len(first) == 32 and not why
+    first, why = load_secret(tmp_path / "runs")
+    assert load_secret(tmp_path / "runs") == (first, "") and len(first) == 32 and not why
     (tmp_path / "link").symlink_to(tmp_path / "runs")
-    assert kept_secret(tmp_path / "link")[0] == first, "the same folder by another name"
-    assert kept_secret(tmp_path / "other")[0] != first
+    assert load_secret(tmp_path / "link")[0] == first, "the same folder by another name"
+    assert load_secret(tmp_path / "other")[0] != first
     assert not (tmp_path / "runs").exists(), "nothing is written there"
     modes = {path.relative_to(state.parent): path.stat().st_mode & 0o777 for path in state.parent.rglob("*")}
     assert modes.pop(state.relative_to(state.parent)) == 0o700 and set(modes.values()) == {0o600} and len(modes) == 3
@@ -65,12 +65,12 @@ def test_the_secret_is_kept_for_its_owner_alone_and_by_its_folder(state: Path, t
 
 @pytest.mark.parametrize("spoil", [lambda p: p.chmod(0o644), lambda p: p.write_bytes(b""), lambda p: p.unlink()])
 def test_a_secret_that_others_could_know_is_made_anew(state: Path, spoil: Callable[[Path], Any]) -> None:
-    first, _ = kept_secret(Path("runs"))
+    first, _ = load_secret(Path("runs"))
     (path,) = (path for path in state.iterdir() if path.name != "lock")
     spoil(path)
-    again, why = kept_secret(Path("runs"))
+    again, why = load_secret(Path("runs"))
     assert again != first and len(again) == 32 and not why and path.stat().st_mode & 0o777 == 0o600
-    assert kept_secret(Path("runs"))[0] == again
+    assert load_secret(Path("runs"))[0] == again
 
 
 def test_a_secret_that_came_with_a_folder_is_not_used(state: Path, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_secret_that_came_with_a_folder_is_not_used(state: Path, tmp_path: Pat
     (tmp_path / "runs" / ".lab").mkdir(parents=True)
     (tmp_path / "runs" / ".lab" / "secret").write_bytes(known)
     (tmp_path / "runs" / ".lab" / "secret").chmod(0o600)
-    secret, _ = kept_secret(tmp_path / "runs")
+    secret, _ = load_secret(tmp_path / "runs")
     ours = Guard(IN, host_names("127.0.0.1", 8321), secret, BASE)
     theirs = Guard(IN, host_names("127.0.0.1", 8321), known, BASE)
     attacker = TestClient(ours, base_url=BASE)
@@ -97,7 +97,7 @@ def test_two_first_starts_at_once_make_one_secret(state: Path) -> None:
         found = []
         for i in range(rounds):
             barrier.wait(20)
-            found.append(kept_secret(Path(f"runs{i}")))
+            found.append(load_secret(Path(f"runs{i}")))
         return found
 
     with ThreadPoolExecutor(at_once) as pool:
@@ -111,7 +111,7 @@ def test_without_a_home_the_secret_holds_for_this_start_and_the_lab_says_so(
     state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "state").write_text("no folder")
-    (first, why), (second, _) = kept_secret(tmp_path), kept_secret(tmp_path)
+    (first, why), (second, _) = load_secret(tmp_path), load_secret(tmp_path)
     assert first != second and len(first) == 32 and "state" in why
     monkeypatch.setattr(server.uvicorn.Server, "run", lambda *_, **__: None)
     monkeypatch.setattr(server, "_warm", lambda: None)
