@@ -1,4 +1,4 @@
-"""The curves of runs as points to draw: all of a run in few points, or a part of it exactly."""
+"""The metrics of runs as points to draw: a whole run downsampled, or a range of its steps."""
 
 import threading
 from collections import OrderedDict
@@ -14,44 +14,44 @@ from ascent.runs.metric_columns import Columns, bucket_starts, bucket_width, buc
 from ascent.runs.metrics import CHART_METRICS
 from ascent.runs.run_list import RunEntry
 
-POINTS = 600
-"""Points of a curve if nobody says how many: about the width of a chart."""
-MOST_BYTES = 1 << 30
-"""Memory of all columns that are kept; the ones that were asked for longest ago go first."""
+DEFAULT_POINTS = 600
+"""Default number of points of a curve, about the width of a chart."""
+MAX_CACHE_BYTES = 1 << 30
+"""Maximum memory of the cache; the least recently used columns are dropped first."""
 DIGITS = 7
-"""A mean of many steps is drawn, not quoted."""
-View = tuple[float, float]
-"""From where to where on the axis of a curve."""
-EVERYTHING = (-np.inf, np.inf)
+"""Significant digits of a mean over several steps."""
+StepRange = tuple[float, float]
+"""First and last position on the axis of a curve."""
+ALL_STEPS = (-np.inf, np.inf)
 
 
-class Library:
-    """The columns of the runs that were looked at last, each up to date when it is handed out."""
+class ColumnCache:
+    """A cache of the metrics of runs, least recently used first out. A run is updated from its files on each access."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[Path, tuple[Columns, Any]] = OrderedDict()
+        self._cached: OrderedDict[Path, tuple[Columns, Any]] = OrderedDict()
         self._lock = threading.Lock()
 
     @contextmanager
     def columns(self, place: RunEntry) -> Iterator[Columns]:
-        """A run's columns, for one reader at a time."""
+        """Yield the columns of a run, to one reader at a time."""
         with self._lock:
-            if place.folder not in self._kept:
+            if place.folder not in self._cached:
                 own = place.kind == "ascent"
                 made = Columns(place.folder / "metrics.jsonl") if own else ForeignColumns(place.folder)
-                self._kept[place.folder] = made, threading.RLock()
-            self._kept.move_to_end(place.folder)
-            columns, lock = self._kept[place.folder]
+                self._cached[place.folder] = made, threading.RLock()
+            self._cached.move_to_end(place.folder)
+            columns, lock = self._cached[place.folder]
         with lock:
             columns.update()
             yield columns
         with self._lock:
-            while len(self._kept) > 1 and sum(c.size for c, _ in self._kept.values()) > MOST_BYTES:
-                self._kept.popitem(last=False)
+            while len(self._cached) > 1 and sum(c.size for c, _ in self._cached.values()) > MAX_CACHE_BYTES:
+                self._cached.popitem(last=False)
 
 
 class ForeignColumns(Columns):
-    """The numbers of another trainer's run, from whatever files it left: all of them are read when one changes."""
+    """The metrics of another trainer's run. All of its files are read again when one changes."""
 
     def update(self) -> None:
         mark = fingerprint(self.path)
@@ -62,19 +62,22 @@ class ForeignColumns(Columns):
 
 
 def measured_metrics(columns: Columns) -> set[str]:
-    """The metrics of which a run has numbers, or once had one that was not finite."""
+    """Return the metrics that have a value, finite or not."""
     known = {name for name in columns.names if len(columns.measured(name))} | set(columns.nonfinite)
     errors = columns["reward_errors"]
     return known if np.nan_to_num(errors).max(initial=0.0) > 0 else known - {"reward_errors"}
 
 
 def curves(
-    columns: Columns, metrics: Collection[str] = CHART_METRICS, view: View = EVERYTHING, points: int = POINTS
+    columns: Columns,
+    metrics: Collection[str] = CHART_METRICS,
+    view: StepRange = ALL_STEPS,
+    points: int = DEFAULT_POINTS,
 ) -> dict[str, Any]:
-    """At most `points` points of each metric; one of several steps is their mean, with the smallest and the largest."""
+    """Return at most `points` points per metric. A point over several steps has their mean, minimum and maximum."""
     steps = columns.steps
     first, last = (_whole(steps[0]), _whole(steps[-1])) if len(steps) else (None, None)
-    inside: Any = slice(None) if view == EVERYTHING else np.flatnonzero((steps >= view[0]) & (steps <= view[1]))
+    inside: Any = slice(None) if view == ALL_STEPS else np.flatnonzero((steps >= view[0]) & (steps <= view[1]))
     steps = steps[inside]
     width = bucket_width(steps, max(points, 1))
     starts = bucket_starts(steps, width)
@@ -103,7 +106,7 @@ def _whole(value: float) -> int | float:
 
 
 def spark(columns: Columns, metrics: Sequence[str] = ("eval/accuracy", "accuracy", "reward"), points: int = 60) -> dict:
-    """The first of some metrics that a run has at least two points of, small."""
+    """Return a small curve of the first metric with at least two points."""
     for metric in metrics:
         line = curves(columns, [metric], points=points * 4)["metrics"].get(metric)
         known = [value for value in line["mean"] if value is not None] if line else []

@@ -1,4 +1,4 @@
-"""A figure: controls, and a function from their state, a query string, to every number and text that the page draws."""
+"""The base of figures: controls, and a function from their state to all numbers and texts of the figure."""
 
 import math
 import re
@@ -27,7 +27,7 @@ class Slider:
     step: Real
     help: str = ""
     values: tuple[Real, ...] = ()
-    """Where only some numbers make sense: exactly these."""
+    """The allowed values, if they are not evenly spaced."""
     kind: str = "slider"
 
     def read(self, text: str) -> Real:
@@ -35,23 +35,23 @@ class Slider:
         try:
             value: Real = int(text) if whole else float(text)
         except ValueError:
-            raise ConfigError(f"{self.name}={text}: a {'whole ' if whole else ''}number is needed") from None
+            raise ConfigError(f"{self.name}={text}: set a {'whole ' if whole else ''}number") from None
         if self.values and value not in self.values:
-            raise ConfigError(f"{self.name}={text}: one of {', '.join(f'{v:g}' for v in self.values)}")
+            raise ConfigError(f"{self.name}={text}: set one of {', '.join(f'{v:g}' for v in self.values)}")
         if not (math.isfinite(value) and self.low <= value <= self.high):
-            raise ConfigError(f"{self.name}={text}: it lies between {self.low:g} and {self.high:g}")
+            raise ConfigError(f"{self.name}={text}: set a number between {self.low:g} and {self.high:g}")
         return value
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One of a few names."""
+    """One of several names."""
 
     name: str
     label: str
     default: str
     options: tuple[tuple[str, str], ...]
-    """Names, and how they are shown."""
+    """Names and their labels."""
     help: str = ""
     kind: str = "choice"
 
@@ -64,7 +64,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Name:
-    """The name of something on this machine, such as a run; it is part of the address and has no control."""
+    """The name of something on this machine, such as a run. It is part of the address and has no control."""
 
     name: str
     label: str
@@ -95,17 +95,17 @@ class DataTable:
 
 @dataclass(frozen=True)
 class Look:
-    """All that a figure shows in one state."""
+    """Everything that a figure shows in one state."""
 
     texts: dict[str, str]
-    """Every number in words, by the name that a lesson binds to."""
+    """Every number as text, by the name that lessons use."""
     drawing: dict[str, Any]
-    """What the script draws, in the coordinates of its axes."""
+    """The data that the script draws, in the coordinates of its axes."""
     tables: list[DataTable]
     snippet: str
     """Python that computes the same."""
     command: str = ""
-    """The same on the command line, where there is one."""
+    """The same on the command line, if possible."""
 
 
 @dataclass(frozen=True)
@@ -113,40 +113,40 @@ class Figure:
     name: str
     title: str
     about: str
-    """One sentence: what is seen here."""
+    """One sentence that describes the figure."""
     controls: tuple[Control, ...]
     compute: Callable[[ControlState, Path | None], Look]
     keys: tuple[tuple[str, str], ...] = ()
-    """What keys do here, beside those of every page."""
+    """Keyboard shortcuts, besides those of every page."""
     place: int = 100
-    """Where it stands among the figures; those with the same place are sorted by name."""
+    """Position among the figures; ties are sorted by name."""
 
     def read(self, query: str | Mapping[str, str]) -> ControlState:
-        """The state of a query string; what it does not name is at its default. Unknown names are refused."""
-        given = dict(parse_qsl(query, keep_blank_values=True)) if isinstance(query, str) else dict(query)
+        """Parse the state of a query string, with defaults for missing controls. Unknown names are refused."""
+        values = dict(parse_qsl(query, keep_blank_values=True)) if isinstance(query, str) else dict(query)
         known = {control.name: control for control in self.controls}
-        for key in given:
+        for key in values:
             if key not in known:
                 raise ConfigError(f"{key}: the figure {self.name} has no such control.{nearest(key, known)}")
-        return {n: c.read(given[n]) if n in given else c.default for n, c in known.items()}
+        return {n: c.read(values[n]) if n in values else c.default for n, c in known.items()}
 
     def look(self, query: str | Mapping[str, str] = "", runs: Path | None = None) -> dict[str, Any]:
         state = self.read(query)
         return {"figure": self.name, "state": state, **asdict(self.compute(state, runs))}
 
     def about_itself(self) -> dict[str, Any]:
-        """What the page has to know to draw the controls."""
+        """Return what the page needs to draw the controls."""
         about = {name: getattr(self, name) for name in ("name", "title", "about", "keys")}
         controls = [asdict(control) for control in self.controls]
         return about | {"controls": controls, "script": f"/static/figures/{self.name}/figure.js"}
 
 
 def signed(value: Real, digits: int = 3) -> str:
-    """A number with a true minus sign, and no −0."""
+    """Format a number with a minus sign (not a hyphen) and without −0."""
     text = f"{value:.{digits}f}"
     return "0" + text[2:] if float(text) == 0 and text.startswith("-") else text.replace("-", "−")
 
 
 def short(value: Real) -> str:
-    """As many digits as it needs, at most four that count."""
+    """Format a number with at most four significant digits."""
     return f"{value:.4g}".replace("-", "−")

@@ -1,4 +1,4 @@
-"""Formulas as MathML, which browsers show without a script: made here of the LaTeX that lessons and `explain` have."""
+"""Convert LaTeX formulas of lessons and `explain` to MathML, which browsers show without a script."""
 
 import html
 import re
@@ -16,13 +16,13 @@ from ascent.explain.latex import INLINE
 _LIVE = re.compile(r"\{\{\s*([A-Za-z0-9_.]+)\s*\}\}")
 _SMALL = re.compile(r"(\d+(?:\.\d+)?)e-0*(\d+)")
 _FUNCTIONS = {"log": "0.17em", "exp": "0", "min": "0", "max": "0", "clip": "0", "sg": "0", "overlong": "0"}
-"""Names of functions, with the space after them."""
+"""Names of functions, and the space after each."""
 _ATTRIBUTES = ("display", "displaystyle", "scriptlevel", "stretchy", "mathvariant", "columnalign", "width", "minsize")
 
 
 @cache
 def mathml(latex: str, block: bool = False) -> str:
-    """One formula. A live number, {{name}}, stays as it is, for the page to fill in. No formula can bring markup."""
+    """Convert one formula. A live number, {{name}}, stays for the page to fill in. Markup in a formula is escaped."""
     latex = _LIVE.sub(r"\\text{⟦\1⟧}", latex.replace(r"\_", "_"))
     latex = _SMALL.sub(lambda m: ("" if m[1] == "1" else rf"{m[1]} \cdot ") + f"10^{{-{m[2]}}}", latex)
     try:
@@ -43,7 +43,7 @@ def block_of_math(latex: str) -> str:
 
 
 def with_mathematics(parser: MarkdownIt) -> MarkdownIt:
-    """Markdown that shows what GitHub shows: `$…$` within a text, and blocks of the language `math`."""
+    """Add GitHub's mathematics to a Markdown parser: `$…$` and code blocks of the language `math`."""
 
     def inline(state: StateInline, silent: bool) -> bool:
         match = INLINE.match(state.src, state.pos)

@@ -1,4 +1,4 @@
-"""The server behind `ascent lab`: the routes, scripts and styles of every page and figure, behind one guard."""
+"""The web server of `ascent lab`: routes, scripts and styles of all pages and figures, behind the access guard."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 
 from ascent.core.errors import ConfigError
-from ascent.lab import modules_in, places_of
+from ascent.lab import folders_of, modules_in
 from ascent.lab.figures import all_figures
 from ascent.lab.page_base import Lab
 from ascent.server.connections import Connection, bind, configure, is_local
@@ -28,35 +28,37 @@ from ascent.server.guard import REDIRECT_PAGE, Guard, host_name, host_names
 from ascent.server.lab_secret import load_secret
 
 STATIC = Path(__file__).parent / "static"
-SERVED = {".js", ".mjs", ".css", ".svg", ".woff2"}
-"""Endings of the files that a browser may fetch: not Python, nor data."""
-MOMENT = 0.5
-"""Seconds after which a browser is opened."""
+STATIC_SUFFIXES = {".js", ".mjs", ".css", ".svg", ".woff2"}
+"""Suffixes of the files that are served: no Python and no data."""
+BROWSER_DELAY_SECONDS = 0.5
+"""Seconds after the start at which a browser is opened."""
 
 
 def serve_lab(runs: Path, host: str, port: int, open_browser: bool) -> int:
-    """Listen until Ctrl-C."""
-    torch.set_num_threads(1)  # figures are small, and trainings want the other cores
+    """Serve the lab until Ctrl-C."""
+    torch.set_num_threads(1)  # figures are small; the other cores are for trainings
     try:
         runs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--runs {runs}: cannot write there ({error.strerror}). Choose a folder of yours") from None
-    secret, unkept = load_secret(runs)
+        raise ConfigError(f"--runs {runs}: cannot write there ({error.strerror}). Choose another folder") from None
+    secret, secret_error = load_secret(runs)
     server, listening, guard = lab_server(runs.resolve(), host, port, secret)
     print(f"The lab is at {guard.address}\nCtrl-C closes it. Trainings continue.", flush=True)
     if not is_local(host):
-        print(f"It listens on {host}, to other machines too, without encryption: they need the token.", flush=True)
-    if unkept:
-        print(f"An open page will not survive a restart, for its secret cannot be kept: {unkept}", flush=True)
-    threading.Thread(target=_warm, daemon=True).start()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # uvicorn hands it on when it has ended
-    with browser_opened(guard, runs.resolve() if open_browser else None):
+        print(f"It listens on {host}: other machines can reach it, unencrypted, with the token.", flush=True)
+    if secret_error:
+        print(
+            f"Open pages will not work after a restart, because the secret cannot be saved: {secret_error}", flush=True
+        )
+    threading.Thread(target=_compute_figures, daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # uvicorn passes it on after its shutdown
+    with open_in_browser(guard, runs.resolve() if open_browser else None):
         server.run(sockets=[listening])
     return 0
 
 
 def lab_server(runs: Path, host: str, port: int, secret: bytes) -> tuple[uvicorn.Server, socket.socket, Guard]:
-    """The guarded lab over a folder of runs: its server, the socket that it listens on, the guard with its address."""
+    """Return the server of a folder of runs, the socket that it listens on, and the guard with its address."""
     listening = bind(host, port)
     port = listening.getsockname()[1]
     guard = Guard(application(runs), host_names(host, port), secret, f"http://{host_name(host)}:{port}")
@@ -64,24 +66,24 @@ def lab_server(runs: Path, host: str, port: int, secret: bytes) -> tuple[uvicorn
 
 
 @contextmanager
-def browser_opened(guard: Guard, folder: Path | None) -> Iterator[None]:
-    """Open a browser, if there is a folder for the page that leads it; print another address after each exchange.
+def open_in_browser(guard: Guard, folder: Path | None) -> Iterator[None]:
+    """Open a browser if `folder` is set; print a new address each time one was used.
 
-    Every user of the machine sees the arguments of a process. So the browser is given a file with the address, for
-    its owner alone, which is gone after the exchange. A browser in a box of its own (snap) may read it in the
-    folder of runs, though not among the temporary files.
+    All users of the machine can read the arguments of a process. So the browser opens a file that redirects to the
+    address, which only its owner can read and which is deleted after use. It is in the folder of runs, because a
+    sandboxed browser (snap) cannot read temporary files.
     """
-    page = None if folder is None else private_page(guard.address, folder)
+    page = None if folder is None else write_redirect_page(guard.address, folder)
 
-    def exchanged() -> None:
+    def on_opened() -> None:
         if page is not None:
             page.unlink(missing_ok=True)
-        with suppress(OSError):  # nobody reads it
+        with suppress(OSError):  # the output is closed
             print(f"A browser has opened the lab. For another one: {guard.address}", flush=True)
 
-    guard.opened = exchanged
+    guard.opened = on_opened
     if page is not None:
-        threading.Timer(MOMENT, webbrowser.open, [page.as_uri()]).start()
+        threading.Timer(BROWSER_DELAY_SECONDS, webbrowser.open, [page.as_uri()]).start()
     try:
         yield
     finally:
@@ -89,19 +91,19 @@ def browser_opened(guard: Guard, folder: Path | None) -> Iterator[None]:
             page.unlink(missing_ok=True)
 
 
-def private_page(address: str, folder: Path) -> Path | None:
-    """A file that leads a browser to an address, readable by its owner alone; None where nothing can be written."""
-    for place in (folder, None):  # None: the system's own for temporary files
+def write_redirect_page(address: str, folder: Path) -> Path | None:
+    """Write a page that redirects to an address, readable by its owner only; return None if that fails."""
+    for parent in (folder, None):  # None: the folder of temporary files
         with suppress(OSError):
-            handle, name = tempfile.mkstemp(suffix=".html", prefix=".open-", dir=place)
+            handle, name = tempfile.mkstemp(suffix=".html", prefix=".open-", dir=parent)
             with open(handle, "w") as file:
                 file.write(REDIRECT_PAGE.format(to=address))
             return Path(name)
     return None
 
 
-def _warm() -> None:
-    """Look at every figure once, so that the first visitor does not wait for what is computed once."""
+def _compute_figures() -> None:
+    """Compute each figure once, so that cached results are ready for the first visitor."""
     import pyarrow.json
     import pyarrow.parquet  # noqa: F401
 
@@ -110,32 +112,32 @@ def _warm() -> None:
 
 
 class Assets(StaticFiles):
-    """The scripts and styles in some folders, and nothing else that lies there."""
+    """The scripts and styles in these folders, without their other files."""
 
     def __init__(self, folders: list[Path]):
         super().__init__(directory=folders[0])
         self.all_directories = list(folders)
 
     def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
-        return super().lookup_path(path) if Path(path).suffix in SERVED else ("", None)
+        return super().lookup_path(path) if Path(path).suffix in STATIC_SUFFIXES else ("", None)
 
 
 def application(runs: Path) -> Starlette:
-    """The lab over one folder of runs, without its guard."""
+    """Return the application for a folder of runs, without the guard."""
     lab = Lab(runs)
     modules = [*modules_in("ascent.lab.pages", "page"), *modules_in("ascent.lab.figures", "routes")]
     routes = [
         *(route for module in modules for route in module.routes(lab)),
-        *(Mount(f"/static/{kind}", Assets(places_of(kind))) for kind in ("figures", "pages")),
+        *(Mount(f"/static/{kind}", Assets(folders_of(kind))) for kind in ("figures", "pages")),
         Mount("/static", Assets([STATIC])),
     ]
-    return Starlette(routes=routes, exception_handlers={ConfigError: _refused, 404: _missing, 405: _missing})
+    return Starlette(routes=routes, exception_handlers={ConfigError: _config_error, 404: _not_found, 405: _not_found})
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _config_error(request: Request, error: Exception) -> Response:
     wants_page = not request.url.path.removeprefix(request.scope["root_path"]).startswith("/api/")
     return PlainTextResponse(f"{error}\n", 404) if wants_page else JSONResponse({"error": str(error)}, 400)
 
 
-async def _missing(_: Request, error: Exception) -> Response:
+async def _not_found(_: Request, error: Exception) -> Response:
     return PlainTextResponse("Not found.\n", getattr(error, "status_code", 404))

@@ -202,8 +202,8 @@ def token_on_a_command_line(folder: Path) -> str | None:
     seen: list[str] = []
     server.webbrowser = type(os)("webbrowser")
     server.webbrowser.open = seen.append  # type: ignore[attr-defined]
-    server.MOMENT = 0.0
-    with server.browser_opened(door, folder):
+    server.BROWSER_DELAY_SECONDS = 0.0
+    with server.open_in_browser(door, folder):
         for thread in threading.enumerate():
             if thread is not threading.current_thread():
                 thread.join(5)
@@ -220,7 +220,7 @@ def open_the_address() -> None:
 
         def unlink(self, missing_ok: bool = False) -> None: ...
 
-    server.private_page = lambda address, _: Bare(address)  # type: ignore[assignment]
+    server.write_redirect_page = lambda address, _: Bare(address)  # type: ignore[assignment]
 
 
 # ---- paths -------------------------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ def room_for_all() -> None:
 
 
 def many_trainings(folder: Path) -> str | None:
-    trainings.WAIT = "sleep 60"
+    trainings.WAIT_SCRIPT = "sleep 60"
     labs, settings = [trainings.Trainings(folder), trainings.Trainings(folder)], figure.FIGURE.read("")
     barrier = threading.Barrier(10)
 
@@ -387,7 +387,7 @@ def many_trainings(folder: Path) -> str | None:
         for child in (child for one in labs for child in one._children):
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-    return f"{started} trainings at once" if started > trainings.MOST else None
+    return f"{started} trainings at once" if started > trainings.MAX_TRAININGS else None
 
 
 def attacks(stage: Path) -> list[Attack]:

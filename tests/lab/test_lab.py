@@ -37,9 +37,9 @@ from ascent.lab import server
 from ascent.lab.figures import all_figures
 from ascent.lab.figures.training import figure as training
 from ascent.lab.figures.training import routes, trainings
-from ascent.lab.figures.training.trainings import MOST, Gated, Trainings, read_gate
+from ascent.lab.figures.training.trainings import MAX_TRAININGS, GatedDisplay, Trainings, read_gate
 from ascent.lab.figures.variance import figure as variance_figure
-from ascent.lab.page_base import MOST_BYTES, Json, json_route
+from ascent.lab.page_base import MAX_BODY_BYTES, FiniteJSONResponse, json_route
 from ascent.lab.pages.lesson import page as lessons
 from ascent.runs.run_folder import RunFolder, write_json
 from ascent.server.guard import Guard, host_name, host_names
@@ -319,15 +319,19 @@ def test_a_command_that_is_none_is_refused(client: TestClient, asked: Any) -> No
 
 
 def test_a_command_without_end_is_not_read(client: TestClient) -> None:
-    answer = client.post("/api/trainings", content=b" " * (MOST_BYTES + 1))
-    assert answer.status_code == 400 and f"longer than {MOST_BYTES} bytes" in answer.json()["error"]
-    answer = client.post("/api/trainings", content=b" " * MOST_BYTES)
-    assert "a command is a JSON object" in answer.json()["error"]
+    answer = client.post("/api/trainings", content=b" " * (MAX_BODY_BYTES + 1))
+    assert answer.status_code == 400 and f"longer than {MAX_BODY_BYTES} bytes" in answer.json()["error"]
+    answer = client.post("/api/trainings", content=b" " * MAX_BODY_BYTES)
+    assert "the request body must be a JSON object" in answer.json()["error"]
 
 
 def test_numbers_that_are_not_finite_are_null_in_json() -> None:
     content = {"a": [1.5, math.nan, (math.inf, "inf")], "b": {"c": -math.inf, "d": 2}, "e": None}
-    assert json.loads(Json(content).body) == {"a": [1.5, None, [None, "inf"]], "b": {"c": None, "d": 2}, "e": None}
+    assert json.loads(FiniteJSONResponse(content).body) == {
+        "a": [1.5, None, [None, "inf"]],
+        "b": {"c": None, "d": 2},
+        "e": None,
+    }
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), OverflowError("int too large")])
@@ -352,9 +356,9 @@ def test_a_number_that_is_none_is_refused(tmp_path: Path, given: str) -> None:
     bare = TestClient(server.application(tmp_path))
     for path in ("events?after=", "responses?step="):
         answer = bare.get(f"/api/runs/one/{path}{given}")
-        assert answer.status_code == 400 and "is needed" in answer.json()["error"]
+        assert answer.status_code == 400 and "set a" in answer.json()["error"]
     answer = bare.get("/api/runs/one/events", headers={b"last-event-id": given.encode("latin-1")})
-    assert answer.status_code == 400 and "is needed" in answer.json()["error"]
+    assert answer.status_code == 400 and "set a" in answer.json()["error"]
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -561,7 +565,7 @@ def test_a_stream_goes_on_from_an_id_and_starts_over_where_a_file_was_cut(
     def ids(parts: list[str], kind: str = "metrics") -> list[int]:
         return [int(m[1]) for part in parts if (m := re.match(rf"id: (\d+)\nevent: {kind}\n", part))]
 
-    monkeypatch.setattr(routes, "PAUSE", 0.001)
+    monkeypatch.setattr(routes, "MIN_POLL_SECONDS", 0.001)
     assert ids(asyncio.run(told(0))) == ends
     assert ids(asyncio.run(told(ends[1]))) == ends[2:]
     assert ids(asyncio.run(told(ends[3]))) == []
@@ -571,7 +575,7 @@ def test_a_stream_goes_on_from_an_id_and_starts_over_where_a_file_was_cut(
     assert asyncio.run(told(0))[-1].startswith("event: end")
 
 
-class Heard(Gated):
+class Heard(GatedDisplay):
     def __init__(self, gate: Path) -> None:
         super().__init__(gate)
         self.said: list[str] = []
@@ -615,13 +619,13 @@ def test_a_shut_gate_holds_the_run_until_it_is_opened(tmp_path: Path, monkeypatc
 
 
 def test_a_training_that_was_killed_before_it_began_has_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainings, "WAIT", "sleep 60")  # a library that is loading
+    monkeypatch.setattr(trainings, "WAIT_SCRIPT", "sleep 60")  # a library that is loading
     state, first = training.FIGURE.read(""), Trainings(tmp_path)
-    names = [first.start(state, "a", 1) for _ in range(MOST)]
+    names = [first.start(state, "a", 1) for _ in range(MAX_TRAININGS)]
     again = Trainings(tmp_path)  # a server that was started again
     try:
         assert {lab.status(name)["status"] for lab in (first, again) for name in names} == {"starting"}
-        with pytest.raises(ConfigError, match="is the most"):
+        with pytest.raises(ConfigError, match="the maximum: wait"):
             again.start(state, "a", 1)
     finally:
         for child in first._children:
@@ -633,19 +637,22 @@ def test_a_training_that_was_killed_before_it_began_has_died(tmp_path: Path, mon
         child.wait()
     assert {lab.status(name)["status"] for lab in (first, again) for name in names} == {"died"}
     assert again.status(names[0])["words"] == "died after step 0 (no exit code was left)"
-    (again.kept(names[1]) / "exit").write_text("2\n")
+    (again.control_folder(names[1]) / "exit").write_text("2\n")
     assert again.status(names[1])["status"] == "failed"
-    (again.kept(names[2]) / "process").unlink()
+    (again.control_folder(names[2]) / "process").unlink()
     assert again.status(names[2])["status"] == "died"
-    monkeypatch.setattr(trainings, "WAIT", ":")
+    monkeypatch.setattr(trainings, "WAIT_SCRIPT", ":")
     assert again.start(state, "a", 1) not in names
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only /proc tells when a process began")
 def test_another_process_with_the_pid_of_a_training_is_not_it(tmp_path: Path) -> None:
     found = Trainings(tmp_path)
-    found.kept("one").mkdir(parents=True)
-    note, began = found.kept("one") / "process", Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    found.control_folder("one").mkdir(parents=True)
+    note, began = (
+        found.control_folder("one") / "process",
+        Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19],
+    )
     for ticks, status in ((int(began), "starting"), (int(began) - 1, "died")):
         note.write_text(f"{os.getpid()} {ticks}")
         assert found.status("one")["status"] == status
@@ -656,31 +663,31 @@ def test_a_training_has_died_when_its_shell_has_said_how(tmp_path: Path) -> None
     """Else a page that looks in between would never hear of the exit code."""
     found = Trainings(tmp_path)
     RunFolder.create(tmp_path / "one", {}, {"step": 2, "steps": 9}).close()  # left running, and nobody holds it
-    found.kept("one").mkdir(parents=True)
-    (found.kept("one") / "gate").write_text("9")
+    found.control_folder("one").mkdir(parents=True)
+    (found.control_folder("one") / "gate").write_text("9")
     began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-    (found.kept("one") / "process").write_text(f"{os.getpid()} {began}")
+    (found.control_folder("one") / "process").write_text(f"{os.getpid()} {began}")
     assert found.status("one")["status"] == "running"
-    (found.kept("one") / "exit").write_text("137\n")
+    (found.control_folder("one") / "exit").write_text("137\n")
     assert found.status("one")["words"] == "died after step 0 (exit code 137, killed by signal 9)"
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only /proc tells a process from what is left of one")
 def test_a_process_that_nobody_waited_for_is_gone() -> None:
     child = subprocess.Popen(["sleep", "60"])
-    assert trainings._began(child.pid)
+    assert trainings._process_start_time(child.pid)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert trainings._began(child.pid) is None
+    assert trainings._process_start_time(child.pid) is None
     child.wait()
 
 
 def test_without_proc_a_pid_alone_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainings.Path, "exists", lambda _: False)
     with subprocess.Popen(["sleep", "60"]) as child:
-        assert trainings._began(child.pid) == ""
+        assert trainings._process_start_time(child.pid) == ""
         child.kill()
-    assert trainings._began(child.pid) is None
+    assert trainings._process_start_time(child.pid) is None
 
 
 @pytest.mark.parametrize(
@@ -693,18 +700,18 @@ def test_a_command_moves_the_gate(tmp_path: Path, command: str, gate: int | None
     begun.run["status"] = "interrupted"
     begun.close("interrupted")
     (tmp_path / "one" / "metrics.jsonl").write_text(json.dumps({"step": 3}) + "\n")
-    found.kept("one").mkdir(parents=True)
-    write_json(found.kept("one") / "gate", 7)
+    found.control_folder("one").mkdir(parents=True)
+    write_json(found.control_folder("one") / "gate", 7)
     if gate is None:
         with pytest.raises(ConfigError, match="reset: there are play, pause, step, stop"):
             found.command("one", command)
-        assert read_gate(found.kept("one") / "gate") == 7
+        assert read_gate(found.control_folder("one") / "gate") == 7
         return
     status = found.command("one", command)
-    assert read_gate(found.kept("one") / "gate") == gate
+    assert read_gate(found.control_folder("one") / "gate") == gate
     assert status["words"] == "stopped and saved after step 4 of 9"
-    (found.kept("one") / "gate").unlink()
-    with pytest.raises(ConfigError, match=f"one: {command} is not for this run"):
+    (found.control_folder("one") / "gate").unlink()
+    with pytest.raises(ConfigError, match=f"this run was not started on this page, so {command} does not apply"):
         found.command("one", command)
 
 
@@ -731,7 +738,7 @@ def test_a_gated_training_has_the_exit_status_of_the_command(
 def test_both_sides_are_started(
     guard: Guard, client: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainings, "WAIT", ":")
+    monkeypatch.setattr(trainings, "WAIT_SCRIPT", ":")
     answer = client.post("/api/trainings", json={"state": "", "sides": ["a", "b"], "steps": 3})
     names = answer.json()
     assert answer.status_code == 200 and list(names) == ["a", "b"]
@@ -981,7 +988,7 @@ def test_the_command_says_what_is_missing_and_what_is_taken(monkeypatch: pytest.
         status, said = lab("--port", str(taken.getsockname()[1]), "--no-open", "--runs", str(tmp_path))
     assert status == 2 and "another --port" in said
     status, said = lab("--no-open", "--runs", "/proc/nowhere")
-    assert status == 2 and "Choose a folder" in said
+    assert status == 2 and "Choose another folder" in said
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "starlette" else real(n, *a))
     status, said = lab("--no-open")
@@ -993,7 +1000,7 @@ def test_the_command_says_when_other_machines_are_listened_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, told: bool
 ) -> None:
     monkeypatch.setattr(server.uvicorn.Server, "run", lambda _, sockets: sockets[0].close())
-    monkeypatch.setattr(server, "_warm", lambda: None)  # a thread that would outlive the test
+    monkeypatch.setattr(server, "_compute_figures", lambda: None)  # a thread that would outlive the test
     monkeypatch.setattr(server.torch, "set_num_threads", lambda _: None)
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -1001,7 +1008,7 @@ def test_the_command_says_when_other_machines_are_listened_to(
     finally:
         signal.signal(signal.SIGTERM, handler)
     assert status == 0 and "The lab is at http://" in said
-    assert (f"It listens on {host}, to other machines too, without encryption" in said) == told
+    assert (f"It listens on {host}: other machines can reach it, unencrypted" in said) == told
 
 
 def test_the_printed_address_is_a_name_that_is_answered_to() -> None:

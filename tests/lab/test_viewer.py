@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 
 import ascent
 from ascent.core.errors import ConfigError
-from ascent.lab.curves import Library, curves, measured_metrics, spark
+from ascent.lab.curves import ColumnCache, curves, measured_metrics, spark
 from ascent.lab.pages.run.page import lanes_at, run_page
 from ascent.lab.pages.runs.page import read_note, run_row, run_row_or_reason, write_note
 from ascent.lab.server import application
@@ -195,15 +195,15 @@ def test_memory_does_not_grow_with_a_run_of_any_length(tmp_path: Path, monkeypat
 
 
 def test_the_library_forgets_what_was_asked_for_longest_ago(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ascent.lab.curves.MOST_BYTES", 60_000)
-    library = Library()
+    monkeypatch.setattr("ascent.lab.curves.MAX_CACHE_BYTES", 60_000)
+    column_cache = ColumnCache()
     for i in range(12):
         folder = tmp_path / str(i)
         folder.mkdir()
         written(folder / "metrics.jsonl", walk(300))
-        with library.columns(RunEntry(str(i), folder, "ascent")) as found:
+        with column_cache.columns(RunEntry(str(i), folder, "ascent")) as found:
             assert found.lines == 300
-    assert 1 <= len(library._kept) < 12 and tmp_path / "11" in library._kept
+    assert 1 <= len(column_cache._kept) < 12 and tmp_path / "11" in column_cache._kept
 
 
 def test_a_sparkline_is_of_the_first_metric_with_a_curve(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_nothing_but_runs_inside_the_folder_is_opened(root: Path, id: str) -> No
 def test_a_row_and_a_page_say_what_the_files_say(root: Path) -> None:
     place = find_run(root, "plain")
     run, last = ascent.Run(place.folder), ascent.Run(place.folder).metrics[-1]
-    found = run_page(place, Library())
+    found = run_page(place, ColumnCache())
     assert (found["status"], found["said"]) == ("finished", "finished, 4 of 4 steps")
     assert (found["task"], found["step"], found["steps"], found["seed"]) == ("lecture", 4, 4, 5)
     assert found["accuracy"] == last["eval/accuracy"] and found["words"] == run.result["words"]  # type: ignore[index]
@@ -336,7 +336,7 @@ def test_missing_and_torn_files_are_said_and_cost_nothing_else(tmp_path: Path) -
     (run / "config.json").write_text("{")
     with open(run / "events.jsonl", "a") as file:
         file.write('{"step": 1, "event": "alert", "name": "x", "text": "y"}\nnonsense\n{"step"')
-    found = run_page(find_run(tmp_path / "runs", "r"), Library())
+    found = run_page(find_run(tmp_path / "runs", "r"), ColumnCache())
     assert any("metrics.jsonl is missing" in text for text in found["problems"])
     assert any("config.json cannot be read" in text for text in found["problems"])
     assert found["alerts"] == ["x"] and found["charts"] == [] and found["status"] == "finished"
@@ -351,7 +351,7 @@ def test_many_bad_lines_are_counted_and_a_few_shown(tmp_path: Path) -> None:
     for bad, counted in ((3, False), (2, True)):
         with open(run / "metrics.jsonl", "a") as file:
             file.write("nonsense\n" * bad)
-        problems = run_page(place, Library())["problems"]
+        problems = run_page(place, ColumnCache())["problems"]
         assert len(problems) == 3 + counted
         assert ("metrics.jsonl: 5 lines in all cannot be read, and are left out" in problems) == counted
 

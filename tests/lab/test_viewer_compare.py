@@ -15,7 +15,7 @@ import pytest
 from scipy import stats
 
 from ascent.core.errors import ConfigError
-from ascent.lab.curves import Library
+from ascent.lab.curves import ColumnCache
 from ascent.lab.pages.compare.page import MOST_PANELS, Selection, csv_table, picture
 from ascent.lab.pages.compare.run_comparison import DIGITS, Comparison, dotted
 from ascent.runs.metric_columns import numbers_or_none
@@ -57,7 +57,7 @@ def run(root: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def compared(root: Path) -> Callable[..., Comparison]:
-    return lambda *ids: Comparison(root, ids, Library())
+    return lambda *ids: Comparison(root, ids, ColumnCache())
 
 
 def by_hand(values: list[float]) -> tuple[float, float]:
@@ -584,7 +584,7 @@ def test_the_routes(client: Any) -> None:
         ("id=../secret", "not the name of a run"),
         ("&".join(f"id=r{i}" for i in range(51)), "at most 50"),
         ("id=a0&x=y", "x=y"),
-        ("id=a0&from=y", "from=y: a number is needed"),
+        ("id=a0&from=y", "from=y: set a number"),
         ("id=a0&from=3&to=2", "from=3 is behind to=2"),
         ("id=a0&metric=y", "metric=y"),
         ("id=a0&" + "&".join(f"metric=m{i}" for i in range(61)), "61 metrics"),

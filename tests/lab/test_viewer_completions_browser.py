@@ -72,15 +72,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-class View(Screen):
+class StepRange(Screen):
     """A page of completions."""
 
-    def open(self, path: str) -> View:
+    def open(self, path: str) -> StepRange:
         self.page.goto(f"{self.lab.base}/completions?{path}")
         self.page.wait_for_selector("body[data-ready]")
         return self
 
-    def tokens(self) -> View:
+    def tokens(self) -> StepRange:
         """Wait until the first response is there token by token."""
         self.page.wait_for_selector(".c-response >> nth=0 >> .t")
         return self
@@ -103,16 +103,16 @@ class View(Screen):
 
 
 @pytest.fixture(scope="module")
-def shared(browser: Any, lab: Lab) -> Iterator[View]:
+def shared(browser: Any, lab: Lab) -> Iterator[StepRange]:
     size = {"width": 1280, "height": 900}
     context = browser.new_context(viewport=size, permissions=["clipboard-read", "clipboard-write"])
     context.set_default_timeout(1000 * PATIENCE)
-    yield View(context.new_page(), lab).enter()
+    yield StepRange(context.new_page(), lab).enter()
     context.close()
 
 
 @pytest.fixture
-def view(shared: View) -> Iterator[View]:
+def view(shared: StepRange) -> Iterator[StepRange]:
     """A page; it asked nobody else, no script of it failed, and nothing of a run was run."""
     shared.requests.clear()
     shared.errors.clear()
@@ -122,7 +122,7 @@ def view(shared: View) -> Iterator[View]:
     assert shared.page.evaluate("window.hacked") is None
 
 
-def test_held_out_answers(view: View, runs: Path) -> None:
+def test_held_out_answers(view: StepRange, runs: Path) -> None:
     """From what was sampled to the answers of a step, one prompt over the steps, and the same side by side."""
     view.open("id=sorted&step=1&show=mixed&colour=entropy")
     view.page.click("[data-set=held-out]")
@@ -168,7 +168,7 @@ def test_held_out_answers(view: View, runs: Path) -> None:
     until(lambda: view.texts(".beside article pre") == list(last.values()))
 
 
-def test_a_real_run_step_by_step(view: View, runs: Path) -> None:
+def test_a_real_run_step_by_step(view: StepRange, runs: Path) -> None:
     view.open("id=sorted").tokens()
     assert view.asked("step") == "2" and view.page.locator("#next").is_disabled()
     assert len(view.samples()) == 4 and view.text(".c-steps label").startswith("Step 2")
@@ -214,7 +214,7 @@ TYPED = """(field, text) => {
 """Keys in quick succession, however busy the machine is."""
 
 
-def test_filter_sort_and_search_are_in_the_address(view: View) -> None:
+def test_filter_sort_and_search_are_in_the_address(view: StepRange) -> None:
     view.open("id=made&step=10").tokens()
     assert view.samples() == [[1, 0], [0, 1], [1, 0]] and "3 groups, 6 responses" in view.text(".found")
     view.page.select_option("#show", "right")
@@ -246,7 +246,7 @@ def test_filter_sort_and_search_are_in_the_address(view: View) -> None:
     assert view.page.input_value("#search") == "nothing like this" and view.page.input_value("#sort") == "sample"
 
 
-def test_what_a_response_says_of_itself(view: View) -> None:
+def test_what_a_response_says_of_itself(view: StepRange) -> None:
     view.open("id=made&step=10&sort=sample").tokens()
     first, second = (view.page.locator(".c-response").nth(i).inner_text() for i in (0, 1))
     assert "✗ wrong" in first and "✂ cut off" in first and "format\n0.5" in first and "brevity\n0.25" in first
@@ -264,7 +264,7 @@ def test_what_a_response_says_of_itself(view: View) -> None:
     until(lambda: first_tokens.locator("pre").text_content() == "a  b\n c")
 
 
-def test_colours_with_their_marks(view: View) -> None:
+def test_colours_with_their_marks(view: StepRange) -> None:
     view.open("id=made&step=10&sort=sample").tokens()
 
     def classes(response: int) -> list[str]:
@@ -298,7 +298,7 @@ def test_colours_with_their_marks(view: View) -> None:
     assert "numbers in the vocabulary" in view.text("main") and view.texts(".t")[0] == "⟨100⟩"
 
 
-def test_tokens_by_key(view: View) -> None:
+def test_tokens_by_key(view: StepRange) -> None:
     """One tab stop a response; arrows move within it; the readout speaks."""
     view.open("id=made&step=10&sort=sample").tokens()
     assert view.page.locator(".c-tokens").first.locator("[tabindex='0']").count() == 1
@@ -334,7 +334,7 @@ def test_tokens_by_key(view: View) -> None:
     assert view.page.evaluate("document.activeElement.id") == "search"
 
 
-def test_a_hostile_text_is_text(view: View) -> None:
+def test_a_hostile_text_is_text(view: StepRange) -> None:
     view.open("id=made&step=10&q=script").tokens()
     assert view.texts(".c-prompt .c-text")[0].startswith("prompt <script>") and view.text(".c-reason") == EVIL
     assert view.page.locator("main script, main img, .c-prompt b").count() == 0
@@ -346,7 +346,7 @@ def test_a_hostile_text_is_text(view: View) -> None:
     assert view.texts(".c-response .c-text")[0].startswith("<script>")
 
 
-def test_identical_responses_are_folded_and_opened_by_key(view: View) -> None:
+def test_identical_responses_are_folded_and_opened_by_key(view: StepRange) -> None:
     """The same text and reward stand once; what is counted and said of the group stays; each has its own tokens."""
     view.open("id=alike").tokens()
     assert view.samples() == [[1, 0]] and view.texts(".c-times") == ["× 7"]
@@ -365,7 +365,7 @@ def test_identical_responses_are_folded_and_opened_by_key(view: View) -> None:
     assert view.open("id=alike&sort=sample").samples() == [[0, 1]] and view.open("id=alike&q=no").samples() == [[0]]
 
 
-def test_a_conversation_shows_who_said_what(view: View) -> None:
+def test_a_conversation_shows_who_said_what(view: StepRange) -> None:
     view.open("id=talk&step=0").tokens()
     page = view.page
     page.wait_for_selector(".c-tokens .observed")
@@ -385,7 +385,7 @@ def test_a_conversation_shows_who_said_what(view: View) -> None:
     assert "calls=1" in page.locator(".c-reason").first.inner_text()
 
 
-def test_many_tokens_come_as_they_are_needed(view: View) -> None:
+def test_many_tokens_come_as_they_are_needed(view: StepRange) -> None:
     """8 × 16 responses of 512 tokens: 65,536."""
     view.open("id=large&fold=no").tokens()
     assert len(view.samples()) == 8 and view.page.locator(".c-response").count() == 128
@@ -401,7 +401,7 @@ def test_many_tokens_come_as_they_are_needed(view: View) -> None:
     assert view.page.locator(".t").count() < 40_000, "what nobody has looked at is not drawn"
 
 
-def test_a_prompt_over_the_steps(view: View) -> None:
+def test_a_prompt_over_the_steps(view: StepRange) -> None:
     view.open("id=made&step=10").tokens()
     view.page.locator(".c-group").first.get_by_role("link", name="This prompt over the steps").click()
     view.page.wait_for_selector(".c-over li")
@@ -415,7 +415,7 @@ def test_a_prompt_over_the_steps(view: View) -> None:
     assert view.asked("step") == "40" and view.samples() == [[1, 0]]
 
 
-def test_what_is_not_there_is_said(view: View) -> None:
+def test_what_is_not_there_is_said(view: StepRange) -> None:
     view.open("id=made&step=50")
     assert "step_000050.parquet is not a whole Parquet file" in view.text(".error")
     view.page.click("#previous")
@@ -428,7 +428,7 @@ def test_what_is_not_there_is_said(view: View) -> None:
     assert "none of the recorded steps" in view.open("id=made&key=0000").text(".error")
 
 
-def test_steps_that_are_recorded_meanwhile(view: View, runs: Path) -> None:
+def test_steps_that_are_recorded_meanwhile(view: StepRange, runs: Path) -> None:
     """They can be gone to; what is being read stays."""
     live = write_run(runs / "live", {0: rows()})
     view.open("id=live").tokens()
@@ -440,7 +440,7 @@ def test_steps_that_are_recorded_meanwhile(view: View, runs: Path) -> None:
     until(lambda: view.asked("step") == "5")
 
 
-def test_files_of_verl(view: View) -> None:
+def test_files_of_verl(view: StepRange) -> None:
     view.open("id=verl")
     assert view.asked("step") == "3" and view.samples() == [[4, 3, 2, 1, 0]]
     assert "Wanted\n4" in view.text(".c-group") and view.page.locator(".c-dock, #colour").count() == 0
@@ -453,7 +453,7 @@ def test_files_of_verl(view: View) -> None:
 def test_nothing_serious_for_axe_and_nothing_wider_than_a_phone(browser: Any, lab: Lab) -> None:
     context = browser.new_context(viewport={"width": 390, "height": 844}, reduced_motion="reduce")
     context.set_default_timeout(1000 * PATIENCE)
-    view = View(context.new_page(), lab).enter()
+    view = StepRange(context.new_page(), lab).enter()
     only: dict[str, Any] = {"runOnly": ["color-contrast"]}
 
     def nothing_serious(theme: str, rules: Any) -> None:
@@ -486,7 +486,7 @@ def test_nothing_serious_for_axe_and_nothing_wider_than_a_phone(browser: Any, la
 
 
 @pytest.mark.smoke
-def test_a_real_model(view: View, runs: Path, smollm2_run: Path) -> None:
+def test_a_real_model(view: StepRange, runs: Path, smollm2_run: Path) -> None:
     """SmolLM2, a step of a few tokens: its words are there, with spaces where it has them."""
     shutil.copytree(smollm2_run, runs / "smollm2", ignore=shutil.ignore_patterns("checkpoints"))
     view.open("id=smollm2&step=0").tokens()
@@ -498,7 +498,7 @@ def test_a_real_model(view: View, runs: Path, smollm2_run: Path) -> None:
     assert "What is" in view.text(".c-prompt") and "tokens" in view.text(".c-response")
 
 
-def test_a_sample_is_called_one_and_ratios_of_one_are_explained(view: View) -> None:
+def test_a_sample_is_called_one_and_ratios_of_one_are_explained(view: StepRange) -> None:
     view.open("id=once&step=0&colour=ratio&show=right").tokens()
     assert "1 of 256 groups of this step were recorded (2 of 512 responses)" in view.text(".found")
     assert "Shown: 1 response in 1 group" in view.text(".found")

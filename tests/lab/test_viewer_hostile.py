@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 import ascent
 from ascent.cli.train import plot as draw_plot
 from ascent.core.errors import ConfigError
-from ascent.lab.curves import Library, curves
+from ascent.lab.curves import ColumnCache, curves
 from ascent.lab.pages.compare import page as compare
 from ascent.lab.pages.compare.run_comparison import Comparison
 from ascent.lab.pages.runs.page import read_note, write_note
@@ -493,11 +493,11 @@ def test_a_note_that_cannot_be_read_is_not_written_over(root: Path, tmp_path: Pa
 def test_one_run_under_two_names_is_compared_and_two_comparisons_do_not_wait_for_one_another(root: Path) -> None:
     for name, target in (("latest", "good"), ("a-first", "nan")):
         (root / name).symlink_to(root / target)
-    library, done = Library(), []
+    column_cache, done = ColumnCache(), []
 
     def compare(ids: list[str]) -> None:
         for _ in range(30):
-            with Comparison(root, ids, library) as found:
+            with Comparison(root, ids, column_cache) as found:
                 found.summary()
         done.append(ids)
 
@@ -608,7 +608,7 @@ def test_a_line_that_one_seed_lacks_costs_a_comparison_one_point(tmp_path: Path,
             (run / name).write_text(json.dumps(json.loads((run / name).read_text()) | {"seed": seed}))
         with open(run / "metrics.jsonl", "w") as file:
             file.writelines(json.dumps({"step": s, "reward": s + seed}) + "\n" for s in range(3_000) if s != missing)
-    with Comparison(tmp_path, ["s0", "s1"], Library()) as found:
+    with Comparison(tmp_path, ["s0", "s1"], ColumnCache()) as found:
         (line,) = found.curves(["reward"], points=300)["reward"]["groups"].values()
     assert line["seeds"] == 2 and 180 <= len(line["mean"]) <= 300
     assert line["mean"][10] == pytest.approx(line["x"][10] + 0.5)

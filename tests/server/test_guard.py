@@ -29,7 +29,7 @@ from ascent.core.errors import ConfigError
 from ascent.lab import server
 from ascent.lab.figures.training import figure as training
 from ascent.lab.figures.training import routes, trainings
-from ascent.lab.figures.training.trainings import MOST, Trainings
+from ascent.lab.figures.training.trainings import MAX_TRAININGS, Trainings
 from ascent.processes.user_state import state_folder
 from ascent.runs.run_folder import RunFolder
 from ascent.server import connections
@@ -114,10 +114,10 @@ def test_without_a_home_the_secret_holds_for_this_start_and_the_lab_says_so(
     (first, why), (second, _) = load_secret(tmp_path), load_secret(tmp_path)
     assert first != second and len(first) == 32 and "state" in why
     monkeypatch.setattr(server.uvicorn.Server, "run", lambda *_, **__: None)
-    monkeypatch.setattr(server, "_warm", lambda: None)
+    monkeypatch.setattr(server, "_compute_figures", lambda: None)
     monkeypatch.setattr(server.signal, "signal", lambda *_: None)
     assert server.serve_lab(tmp_path / "runs", "127.0.0.1", 0, open_browser=False) == 0
-    assert "will not survive a restart" in capsys.readouterr().out
+    assert "will not work after a restart" in capsys.readouterr().out
 
 
 def test_a_state_folder_of_someone_else_is_not_used(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,9 +139,9 @@ def test_the_browser_is_opened_by_a_private_file_that_is_gone_after_the_exchange
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
-    monkeypatch.setattr(server, "MOMENT", 0.0)
+    monkeypatch.setattr(server, "BROWSER_DELAY_SECONDS", 0.0)
     guard = Guard(IN, host_names("127.0.0.1", 8321), b"s" * 32, BASE)
-    with server.browser_opened(guard, tmp_path):
+    with server.open_in_browser(guard, tmp_path):
         until(lambda: opened)
         page = Path(unquote(urlsplit(opened[0]).path))
         assert urlsplit(opened[0]).scheme == "file" and guard.token not in opened[0]
@@ -150,13 +150,13 @@ def test_the_browser_is_opened_by_a_private_file_that_is_gone_after_the_exchange
         assert TestClient(guard, base_url=BASE).get(used).status_code == 200
         assert not page.exists() and guard.address in capsys.readouterr().out
         assert used != guard.address
-    with pytest.raises(KeyboardInterrupt), server.browser_opened(guard, tmp_path):  # never exchanged
+    with pytest.raises(KeyboardInterrupt), server.open_in_browser(guard, tmp_path):  # never exchanged
         raise KeyboardInterrupt
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_leaves_the_page_among_the_temporary_files(tmp_path: Path) -> None:
-    page = server.private_page(BASE, tmp_path / "nowhere")
+    page = server.write_redirect_page(BASE, tmp_path / "nowhere")
     assert page is not None and page.stat().st_mode & 0o777 == 0o600 and page.parent != tmp_path
     page.unlink()
 
@@ -287,7 +287,7 @@ def test_all_peers_together_have_a_limit_too(monkeypatch: pytest.MonkeyPatch) ->
 def test_no_more_trainings_are_started_at_once_than_there_may_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainings, "WAIT", "sleep 60")
+    monkeypatch.setattr(trainings, "WAIT_SCRIPT", "sleep 60")
     labs, state = [Trainings(tmp_path), Trainings(tmp_path)], training.FIGURE.read("")
     barrier = threading.Barrier(12)
 
@@ -305,8 +305,8 @@ def test_no_more_trainings_are_started_at_once_than_there_may_be(
         for child in (child for one in labs for child in one._children):
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-    refused = [text for text in told if "is the most" in text]
-    assert len(told) - len(refused) == MOST and len(set(told) - set(refused)) == MOST
+    refused = [text for text in told if "the maximum: wait" in text]
+    assert len(told) - len(refused) == MAX_TRAININGS and len(set(told) - set(refused)) == MAX_TRAININGS
 
 
 def test_requests_at_once_do_not_parse_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,7 +347,7 @@ def test_a_training_is_not_kept_where_a_link_leads_out(tmp_path: Path, monkeypat
     monkeypatch.setattr(trainings.subprocess, "Popen", lambda *_, **__: SimpleNamespace(pid=1, poll=lambda: 0))
     assert Trainings(tmp_path / "runs").start(training.FIGURE.read(""), "a", 1), "the others are not kept from it"
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="no training can be kept there"):
+    with pytest.raises(ConfigError, match="cannot write trainings there"):
         Trainings(tmp_path / "file").start(training.FIGURE.read(""), "a", 1)
 
 
@@ -389,4 +389,4 @@ def test_an_idle_stream_reads_next_to_nothing_of_a_long_run(tmp_path: Path, monk
     folder.close()
     assert len(told) == 2 and '"step": 50000' in told[1], "nothing but its status is told"
     assert (read[-1] - read[0]) / looks < 50_000 < size / 100
-    assert pauses[-1] == routes.IDLE and pauses == sorted(pauses)
+    assert pauses[-1] == routes.MAX_POLL_SECONDS and pauses == sorted(pauses)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from ascent.core.errors import ConfigError
-from ascent.lab.curves import Library, curves
-from ascent.lab.page_base import TEMPLATES, visible
+from ascent.lab.curves import ColumnCache, curves
+from ascent.lab.page_base import TEMPLATES, displayable
 from ascent.lab.pages.compare.run_comparison import dotted, setting_text
 from ascent.lab.pages.completions.completions import CHOICES, LONGEST, Row, completions_page, groups_of, key_of, tokens
 from ascent.lab.pages.run.page import run_page
@@ -90,10 +90,10 @@ def write_aside(out: Path, data: bytes) -> None:
 
 
 def report_of(place: RunEntry) -> str:
-    library = Library()
-    about = run_page(place, library)
+    column_cache = ColumnCache()
+    about = run_page(place, column_cache)
     metrics = [one["metric"] for chart in about["charts"] for one in chart["series"]]
-    with library.columns(place) as columns:
+    with column_cache.columns(place) as columns:
         drawn = curves(columns, metrics, points=POINTS)
         rows = {c["key"]: columns.some_lines([one["metric"] for one in c["series"]], LINES) for c in about["charts"]}
         last = {metric: value for metric in metrics if (value := columns.last(metric))}
@@ -448,4 +448,4 @@ def _answer(group: Row) -> Markup:
 
 def _text(text: str) -> Markup:
     cut = text[:LONGEST_ANSWER] + " …" * (len(text) > LONGEST_ANSWER)
-    return Markup('<span class="text">{}</span>').format(visible(cut))
+    return Markup('<span class="text">{}</span>').format(displayable(cut))

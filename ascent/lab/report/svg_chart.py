@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import IdentityTransform
 
-from ascent.lab.page_base import TEMPLATES, visible
+from ascent.lab.page_base import TEMPLATES, displayable
 from ascent.runs.display.plots import draw_line
 
 WIDTH, HEIGHT = 480, 210
@@ -193,7 +193,11 @@ def chart(
     renderer = StyledSvg()
     axis.figure.draw(renderer)
     crosses = [  # at the upper edge where a number was not finite
-        CROSS.format(axis.transData.transform((step, 0.0))[0] - 4, TOP, visible(f"step {step:g}: {s.label} is {kind}"))
+        CROSS.format(
+            axis.transData.transform((step, 0.0))[0] - 4,
+            TOP,
+            displayable(f"step {step:g}: {s.label} is {kind}"),
+        )
         for s in series
         for step, kind in s.nonfinite
         if axis.get_xlim()[0] <= step <= axis.get_xlim()[1]
@@ -201,7 +205,7 @@ def chart(
     for artist in [*axis.lines, *axis.collections, *axis.texts]:
         artist.remove()
     words = [f"{s.label} from {' to '.join(s.ends())}" for s in series if s.ends()] or ["nothing was measured"]
-    in_words = visible(f"{title}: {'; '.join(words)}")
+    in_words = displayable(f"{title}: {'; '.join(words)}")
     return SVG.format(WIDTH, HEIGHT, in_words, Markup("").join([*renderer.parts, *crosses]))
 
 

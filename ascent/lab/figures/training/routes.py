@@ -1,4 +1,4 @@
-"""The routes of figure 5: a run's metrics as a stream, its responses as a grid, and the commands that steer it."""
+"""The routes of figure 5: metrics of a run as a stream, its responses as a grid, and commands that control it."""
 
 import asyncio
 import json
@@ -17,14 +17,14 @@ from ascent.build.trained_run import Run
 from ascent.core.errors import ConfigError
 from ascent.lab.figures.training.figure import FIGURE, SIDES, config_of, metrics_in_words, point_of, run_folder
 from ascent.lab.figures.training.trainings import ENDED, Trainings
-from ascent.lab.page_base import Lab, body, json_route, read_whole, whole_value
+from ascent.lab.page_base import Lab, integer_param, json_route, parse_nonnegative_int, read_json_body
 from ascent.runs.rollout_files import recorded_steps, rollout_path
 from ascent.runs.untrusted_files import is_metrics_line, naming_file, open_regular, parse_json
 
-MOST_READ = 1 << 24
-"""Bytes that are read of it at a time."""
-PAUSE, IDLE = 0.1, 1.0
-"""Seconds between two looks at a file that is being written, and at most at one to which nothing comes."""
+MAX_READ_BYTES = 1 << 24
+"""Maximum number of bytes per read."""
+MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 1.0
+"""Seconds between two reads of a file that grows, and of one that does not."""
 
 
 def routes(lab: Lab) -> list[BaseRoute]:
@@ -33,25 +33,25 @@ def routes(lab: Lab) -> list[BaseRoute]:
     async def events(request: Request) -> Response:
         run = request.path_params["run"]
         folder = run_folder(lab.runs, run)
-        if not folder.exists() and not trainings.kept(run).exists():
+        if not folder.exists() and not trainings.control_folder(run).exists():
             raise ConfigError(f"there is no run {run}")
         after = request.headers.get("last-event-id") or request.query_params.get("after") or "0"
-        parts = stream(folder, read_whole("after", after), lambda: trainings.status(run))
+        parts = stream(folder, parse_nonnegative_int("after", after), lambda: trainings.status(run))
         return StreamingResponse(parts, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
     def responses(request: Request) -> dict[str, Any]:
-        return response_grid(run_folder(lab.runs, request.path_params["run"]), whole_value(request, "step"))
+        return response_grid(run_folder(lab.runs, request.path_params["run"]), integer_param(request, "step"))
 
     async def start(request: Request) -> Response:
-        wanted = await body(request)
+        wanted = await read_json_body(request)
         sides, steps = wanted.get("sides"), wanted.get("steps")
         if not (isinstance(sides, list) and sides and set(sides) <= set(SIDES)):
-            raise ConfigError("sides: a list of a and b is needed")
+            raise ConfigError("sides: set a list of a and b")
         if type(steps) is not int or not 1 <= steps <= 10**9:
-            raise ConfigError("steps: how many steps may be done, 1 or more")
+            raise ConfigError("steps: set a number of steps, 1 or more")
         state = FIGURE.read(str(wanted.get("state", "")))
         for side in sides:
-            config_of(state, side)  # both are right, or neither is started
+            config_of(state, side)  # raises an error before either is started
         return JSONResponse({side: await run_in_threadpool(trainings.start, state, side, steps) for side in sides})
 
     command = json_route(lambda request: trainings.command(**request.path_params))
@@ -64,17 +64,17 @@ def routes(lab: Lab) -> list[BaseRoute]:
 
 
 async def stream(folder: Path, after: int, status: Callable[[], dict[str, Any]]) -> AsyncIterator[str]:
-    """Server-sent events of a run: its metrics behind `after`, one event per line, and what becomes of it.
+    """Yield server-sent events of a run: its metrics from byte `after` on, one event per line, and its status.
 
-    An event's id is the byte offset at which its line ends: who reconnects with it misses nothing and
-    sees nothing twice. A file that was cut back (a run resumed from a checkpoint) starts over.
+    The id of an event is the byte offset at which its line ends, so a client that reconnects gets each line once.
+    If the file was truncated (a run resumed from a checkpoint), the stream starts over.
     """
     path, offset = folder / "metrics.jsonl", after
     last: dict[str, Any] | None = None
-    pause = PAUSE
+    pause = MIN_POLL_SECONDS
     yield "retry: 500\n\n"
     while True:
-        now = await asyncio.to_thread(status)  # before the file: a last line cannot slip in between
+        now = await asyncio.to_thread(status)  # before the file, so that the last line is not missed
         fresh = await asyncio.to_thread(read_from, path, offset)
         if fresh is None:
             offset = 0
@@ -86,7 +86,7 @@ async def stream(folder: Path, after: int, status: Callable[[], dict[str, Any]])
                 continue
             event = {"point": point_of(line, maximum), "texts": metrics_in_words(line, maximum), "line": line}
             yield _event("metrics", event, offset)
-        pause = PAUSE if fresh or now != last else min(IDLE, 1.5 * pause)
+        pause = MIN_POLL_SECONDS if fresh or now != last else min(MAX_POLL_SECONDS, 1.5 * pause)
         if now != last:
             last = now
             yield _event("status", now)
@@ -108,16 +108,16 @@ def _event(kind: str, data: Any, id: int | None = None) -> str:
 
 
 def read_from(path: Path, offset: int) -> list[tuple[int, dict[str, Any] | None]] | None:
-    """The whole lines behind a byte offset, each with its end; None if no line ends there: the file was cut back.
+    """Return the complete lines after a byte offset with their ends; None if no line ends there (a truncated file).
 
-    What is not a line of metrics is None; what is not a file has no lines.
+    A line that is not a line of metrics is None.
     """
     try:
         with open_regular(path) as file:
             file.seek(max(0, offset - 1))
             if offset and file.read(1) != b"\n":
                 return None
-            data = file.read(MOST_READ)
+            data = file.read(MAX_READ_BYTES)
     except OSError:
         return None if offset else []
     lines: list[tuple[int, dict[str, Any] | None]] = []
@@ -131,7 +131,7 @@ def read_from(path: Path, offset: int) -> list[tuple[int, dict[str, Any] | None]
 
 
 def response_grid(folder: Path, step: int | None) -> dict[str, Any]:
-    """The recorded responses of a step (of the newest by default), marked right, rewarded but wrong, wrong."""
+    """Return the recorded responses of a step (default: the newest), marked right, rewarded or wrong."""
     run, steps = Run(folder), recorded_steps(folder)
     if not steps:
         return {"step": None, "prompts": []}

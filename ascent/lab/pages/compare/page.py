@@ -14,8 +14,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from ascent.core.errors import ConfigError
-from ascent.lab.curves import EVERYTHING, View
-from ascent.lab.page_base import Lab, json_route, view_of, viewer_page
+from ascent.lab.curves import ALL_STEPS, StepRange
+from ascent.lab.page_base import Lab, json_route, range_params, viewer_page
 from ascent.lab.pages.compare.run_comparison import Comparison
 from ascent.runs.display.plots import draw_line, figure, finish_panel, legend_handles, line_style, plain
 from ascent.runs.metrics import FRACTION_METRICS, chart_of, metric_title
@@ -33,7 +33,7 @@ _drawing = threading.Lock()
 
 def routes(lab: Lab) -> list[BaseRoute]:
     def compared(request: Request) -> Comparison:
-        return Comparison(lab.runs, request.query_params.getlist("id"), lab.library)
+        return Comparison(lab.runs, request.query_params.getlist("id"), lab.column_cache)
 
     def numbers(request: Request) -> dict[str, Any]:
         """Everything with the curves that were asked for; `part=curves` these alone, `part=ends` the last values."""
@@ -81,7 +81,7 @@ class Selection(NamedTuple):
 
     metrics: Sequence[str]
     axis: str = "step"
-    view: View = EVERYTHING
+    view: StepRange = ALL_STEPS
 
 
 def selected(request: Request, comparison: Comparison) -> Selection:
@@ -90,7 +90,7 @@ def selected(request: Request, comparison: Comparison) -> Selection:
     if len(metrics) > MOST_PANELS:
         raise ConfigError(f"{len(metrics)} metrics: at most {MOST_PANELS} at once")
     metrics = metrics or [one["metric"] for chart in comparison.charts()[:1] for one in chart["series"][:1]]
-    low, high = view_of(request)
+    low, high = range_params(request)
     if low > high:
         raise ConfigError(f"from={low:g} is behind to={high:g}: nothing lies between")
     return Selection(metrics, request.query_params.get("x", "step"), (low, high))
@@ -142,7 +142,7 @@ def _panel(place: Any, metric: str, found: Comparison, lines: Any, chosen: Selec
             band = (line["low"], line["high"]) if "low" in line else None
             draw_line(place, line["x"], line["mean"], line_style(i) | {"marker": "o" * (len(line["x"]) == 1)}, band)
     finish_panel(place, *metric_title(metric), metric in FRACTION_METRICS, axis)
-    if metric in FRACTION_METRICS or view == EVERYTHING:
+    if metric in FRACTION_METRICS or view == ALL_STEPS:
         return
     y = [v for line in place.lines for x, v in zip(*line.get_data(), strict=True) if view[0] <= x <= view[1]]
     for area in place.collections:

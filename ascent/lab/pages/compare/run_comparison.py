@@ -14,7 +14,7 @@ import numpy as np
 
 from ascent.core.errors import ConfigError
 from ascent.core.menu import nearest
-from ascent.lab.curves import EVERYTHING, POINTS, Library, View, measured_metrics
+from ascent.lab.curves import ALL_STEPS, DEFAULT_POINTS, ColumnCache, StepRange, measured_metrics
 from ascent.lab.pages.runs.page import run_row
 from ascent.runs.metric_columns import Columns, bucket_means, bucket_starts, bucket_width, numbers_or_none
 from ascent.runs.metrics import CHART_METRICS, COSTS, GREEDY, HEADLINES, chart_of, charts_with_data, evaluation_label
@@ -79,7 +79,7 @@ def read_side(place: RunEntry) -> Side:
 class Comparison:
     """Some runs of a folder. Their curves are read when it is entered, and stay as they are until it is left."""
 
-    def __init__(self, root: Path, ids: Sequence[str], library: Library):
+    def __init__(self, root: Path, ids: Sequence[str], column_cache: ColumnCache):
         wanted = list(dict.fromkeys(ids))
         if not wanted:
             raise ConfigError("nothing to compare: name at least one run, id=…")
@@ -87,14 +87,14 @@ class Comparison:
             raise ConfigError(f"{len(wanted)} runs: at most {MOST_COMPARED} are compared at once. Leave some out")
         self.runs = [read_side(find_run(root, id)) for id in wanted]
         self.groups = setting_groups(self.runs)
-        self.library, self.columns = library, dict[str, Columns]()
+        self.column_cache, self.columns = column_cache, dict[str, Columns]()
         self._held = ExitStack()
 
     def __enter__(self) -> Comparison:
         """In the order of their folders, so that two comparisons never wait for one another."""
         with ExitStack() as stack:
             for run in sorted(self.runs, key=lambda run: run.place.folder):
-                self.columns[run.id] = stack.enter_context(self.library.columns(run.place))
+                self.columns[run.id] = stack.enter_context(self.column_cache.columns(run.place))
             self._held = stack.pop_all()
         return self
 
@@ -106,8 +106,8 @@ class Comparison:
         self,
         metrics: Sequence[str],
         axis: str = "step",
-        view: View = EVERYTHING,
-        points: int = POINTS,
+        view: StepRange = ALL_STEPS,
+        points: int = DEFAULT_POINTS,
         drawn: bool = True,
     ) -> dict[str, Any]:
         """As they are drawn; or with all digits, and intervals that go where they go. Of a view, its exact points."""
@@ -119,7 +119,7 @@ class Comparison:
                 raise ConfigError(f"metric={metric[:80]}: none of these runs has it.{nearest(metric, known)}")
         return {metric: self._overlay(metric, axis, points, drawn, view) for metric in metrics}
 
-    def _overlay(self, metric: str, axis: str, points: int, drawn: bool, view: View) -> dict[str, Any]:
+    def _overlay(self, metric: str, axis: str, points: int, drawn: bool, view: StepRange) -> dict[str, Any]:
         """A metric of every group, and of every run, as lines: to draw, or (`drawn` false) with all their digits.
 
         A drawn band ends where the metric's values do: at 0 and 1 for a share, at 0 for what cannot be negative.
@@ -387,7 +387,7 @@ def common(curves: Sequence[Curve]) -> Curve:
         return Curve(steps, np.mean([one.x for one in own], axis=0), np.concatenate([one.values for one in own]))
 
 
-def in_view(x: np.ndarray, view: View, beside: bool = False) -> np.ndarray:
+def in_view(x: np.ndarray, view: StepRange, beside: bool = False) -> np.ndarray:
     """What is in view; and `beside` it the next point on either side, to which a line is drawn out of the picture."""
     keep = (x >= view[0]) & (x <= view[1])
     if beside:

@@ -5,7 +5,15 @@ from typing import Any
 from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
 
-from ascent.lab.page_base import Lab, json_route, many_values, one_value, read_whole, viewer_page, whole_value
+from ascent.lab.page_base import (
+    Lab,
+    integer_param,
+    json_route,
+    parse_nonnegative_int,
+    repeated_param,
+    required_param,
+    viewer_page,
+)
 from ascent.lab.pages.completions.completions import MOST_GROUPS, all_prompts, completions_page, prompt_history, tokens
 from ascent.runs.metrics import evaluation_label
 from ascent.runs.rollout_files import SAMPLED
@@ -17,20 +25,20 @@ def routes(lab: Lab) -> list[BaseRoute]:
     def groups(request: Request) -> dict[str, Any]:
         place, query = lab.place(request), request.query_params
         choices: dict[str, Any] = {name: query[name] for name in ("sort", "show", "q") if query.get(name)}
-        choices |= {name: n for name in ("step", "offset", "count") if (n := whole_value(request, name)) is not None}
+        choices |= {name: n for name in ("step", "offset", "count") if (n := integer_param(request, name)) is not None}
         page = completions_page(place.folder, place.kind, **choices, which=which_set(request))
         sampled = sampled_in_step(lab, place, page["step"]) if page["set"] == SAMPLED else None
         return {"id": place.id, **page, "of": sampled, "greedy": _greedy(place)}
 
     def numbers(request: Request) -> dict[str, Any]:
-        place, step = lab.place(request), read_whole("step", one_value(request, "step"))
-        wanted = [read_whole("group", text) for text in many_values(request, "group", MOST_GROUPS)]
-        one = (step, wanted, whole_value(request, "sample"), which_set(request))
+        place, step = lab.place(request), parse_nonnegative_int("step", required_param(request, "step"))
+        wanted = [parse_nonnegative_int("group", text) for text in repeated_param(request, "group", MOST_GROUPS)]
+        one = (step, wanted, integer_param(request, "sample"), which_set(request))
         return {"id": place.id, **tokens(place.folder, place.kind, *one)}
 
     def prompt(request: Request) -> dict[str, Any]:
         place = lab.place(request)
-        history = prompt_history(place.folder, place.kind, one_value(request, "key"), which_set(request))
+        history = prompt_history(place.folder, place.kind, required_param(request, "key"), which_set(request))
         return {"id": place.id, **history, "greedy": _greedy(place)}
 
     def prompts(request: Request) -> dict[str, Any]:
@@ -60,7 +68,7 @@ def sampled_in_step(lab: Lab, place: RunEntry, step: int | None) -> dict[str, in
     """All responses of a step by metrics.jsonl, and groups, if config.json has a group's size; None: nobody knows."""
     if place.kind != "ascent" or step is None:
         return None
-    with lab.library.columns(place) as columns:
+    with lab.column_cache.columns(place) as columns:
         count = int(columns.at_step(step, "num_responses") or 0)
     if count < 1:
         return None

@@ -4,7 +4,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from ascent.lab.page_base import Lab, page_of
+from ascent.lab.page_base import Lab, render_page
 from ascent.lab.pages.lesson.page import Lesson, read_lessons
 
 
@@ -13,6 +13,6 @@ def routes(_: Lab) -> list[BaseRoute]:
         lessons: dict[str | None, list[Lesson]] = {}
         for lesson in read_lessons():
             lessons.setdefault(lesson.figure, []).append(lesson)
-        return page_of(request, "home", "Contents", "pages/home/page.html", lessons=lessons)
+        return render_page(request, "home", "Contents", "pages/home/page.html", lessons=lessons)
 
     return [Route("/", contents)]

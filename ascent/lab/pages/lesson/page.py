@@ -30,7 +30,7 @@ from ascent.lab import assets_of
 from ascent.lab.figure_base import Figure
 from ascent.lab.figures import all_figures
 from ascent.lab.mathml import with_mathematics
-from ascent.lab.page_base import Lab, json_route, page_of
+from ascent.lab.page_base import Lab, json_route, render_page
 
 FOLDER = Path(__file__).parents[2] / "lessons"
 LONG = 5
@@ -98,7 +98,7 @@ def _lesson_with_figure(request: Request, lesson: Lesson, lessons: list[Lesson],
         own = [asset for asset in assets_of("figures", figure.name) if asset.endswith(".css")]
         styles = ["/static/figures.css", *own]
     text = Markup(render(lesson, look.get("texts", {}), slugs))
-    return page_of(request, "lesson", lesson.title, "pages/lesson/page.html", styles, text=text, **values)
+    return render_page(request, "lesson", lesson.title, "pages/lesson/page.html", styles, text=text, **values)
 
 
 def read_lessons(folder: Path = FOLDER) -> list[Lesson]:

@@ -7,8 +7,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
 
-from ascent.lab.curves import Library, curves, measured_metrics
-from ascent.lab.page_base import Lab, json_route, view_of, viewer_page, whole_value
+from ascent.lab.curves import ColumnCache, curves, measured_metrics
+from ascent.lab.page_base import Lab, integer_param, json_route, range_params, viewer_page
 from ascent.lab.pages.runs.page import part_of, read_note, run_events, run_row
 from ascent.runs.foreign_runs import foreign_lines
 from ascent.runs.metrics import charts_with_data, evaluation_label
@@ -24,17 +24,17 @@ MOST_SLICES = 256
 
 def routes(lab: Lab) -> list[BaseRoute]:
     def drawn(request: Request) -> dict[str, Any]:
-        place, view = lab.place(request), view_of(request)
-        with lab.library.columns(place) as columns:
+        place, view = lab.place(request), range_params(request)
+        with lab.column_cache.columns(place) as columns:
             if request.query_params.get("have") == columns.revision:
                 return {"unchanged": True, "status": run_row(place)["status"]}
             return {"runs": {place.id: curves(columns, view=view)}}
 
     return [
         Route("/run", viewer_page(lab, "run", "A run")),
-        Route("/api/view/run", json_route(lambda request: run_page(lab.place(request), lab.library))),
+        Route("/api/view/run", json_route(lambda request: run_page(lab.place(request), lab.column_cache))),
         Route("/api/view/curves", json_route(drawn)),
-        Route("/api/view/lanes", json_route(lambda r: lanes_at(lab.place(r).folder, whole_value(r, "step")))),
+        Route("/api/view/lanes", json_route(lambda r: lanes_at(lab.place(r).folder, integer_param(r, "step")))),
     ]
 
 
@@ -57,13 +57,13 @@ def lanes_at(folder: Path, step: int | None) -> dict[str, Any]:
     return {}
 
 
-def run_page(place: RunEntry, library: Library) -> dict[str, Any]:
+def run_page(place: RunEntry, column_cache: ColumnCache) -> dict[str, Any]:
     """A run in full, less its curves."""
     ours, run, config, problems = place.kind == "ascent", dict[str, Any](), dict[str, Any](), list[str]()
     if ours:
         (run, first), (config, second) = (read_object(place.folder / name) for name in ("run.json", "config.json"))
         problems += filter(None, [first, second])
-    with library.columns(place) as columns:
+    with column_cache.columns(place) as columns:
         charts = charts_with_data(measured_metrics(columns), evaluation_label(run.get("task")) if ours else "evaluated")
         problems += [f"metrics.jsonl: {text}" for text in (columns.problem, *columns.bad[:3]) if text]
         if columns.bad_count > 3:

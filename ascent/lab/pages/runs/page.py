@@ -16,7 +16,15 @@ from starlette.routing import BaseRoute, Route
 
 from ascent.core.errors import ConfigError
 from ascent.lab.curves import spark
-from ascent.lab.page_base import MOST_ASKED, Json, Lab, body, json_route, many_values, viewer_page
+from ascent.lab.page_base import (
+    MAX_RUNS_PER_REQUEST,
+    FiniteJSONResponse,
+    Lab,
+    json_route,
+    read_json_body,
+    repeated_param,
+    viewer_page,
+)
 from ascent.runs.foreign_runs import READERS, foreign_events, foreign_files, foreign_lines
 from ascent.runs.metrics import evaluation_label
 from ascent.runs.run_folder import is_locked, write_json
@@ -54,16 +62,16 @@ def routes(lab: Lab) -> list[BaseRoute]:
     def sparks(request: Request) -> dict[str, Any]:
         """The small curves of some runs; one that is gone meanwhile is left out."""
         curves = {}
-        for id in many_values(request, "id", MOST_ASKED):
-            with suppress(ConfigError, OSError), lab.library.columns(find_run(lab.runs, id)) as columns:
+        for id in repeated_param(request, "id", MAX_RUNS_PER_REQUEST):
+            with suppress(ConfigError, OSError), lab.column_cache.columns(find_run(lab.runs, id)) as columns:
                 curves[id] = spark(columns)
         return curves
 
     async def note(request: Request) -> Response:
-        asked = await body(request)
+        asked = await read_json_body(request)
         place = find_run(lab.runs, str(asked.get("id", "")))
         words = (asked.get("text"), asked.get("tags"), asked.get("revision"))
-        return Json(await run_in_threadpool(write_note, place.folder, *words))
+        return FiniteJSONResponse(await run_in_threadpool(write_note, place.folder, *words))
 
     return [
         Route("/runs", viewer_page(lab, "runs", "Runs")),
