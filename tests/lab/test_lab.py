@@ -636,7 +636,7 @@ def test_a_training_that_was_killed_before_it_began_has_died(tmp_path: Path, mon
     for child in first._children:
         child.wait()
     assert {lab.status(name)["status"] for lab in (first, again) for name in names} == {"died"}
-    assert again.status(names[0])["words"] == "died after step 0 (no exit code was left)"
+    assert again.status(names[0])["words"] == "died after step 0 (no exit code)"
     (again.control_folder(names[1]) / "exit").write_text("2\n")
     assert again.status(names[1])["status"] == "failed"
     (again.control_folder(names[2]) / "process").unlink()
