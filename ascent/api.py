@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ascent.build.assemble import Parts
+from ascent.build.assemble import RunParts
 from ascent.build.cpu_threads import free_threads
 from ascent.build.launch import assemble_ranks
 from ascent.build.trained_run import Run
@@ -47,19 +47,27 @@ from ascent.runs.untrusted_files import naming_file
 from ascent.settings import PLAIN, check_length, config_from, configure
 from ascent.tasks.python_objects import about_objects, compare_objects, label_of, renamed
 
-RESULT = ("reward", "accuracy", "eval/accuracy", "eval/reward", "exact/reward", "entropy", "frac_reward_zero_std")
+RESULT_METRICS = (
+    "reward",
+    "accuracy",
+    "eval/accuracy",
+    "eval/reward",
+    "exact/reward",
+    "entropy",
+    "frac_reward_zero_std",
+)
 """The metrics in run.json's `result`."""
-OUT_OF_MEMORY = (
+MEMORY_RAN_OUT = (
     "since this run was last seen alive, the system has killed a process for want of memory, maybe this one. "
     "To need less: a lower --micro-batch, fewer --policy.rows, --policy.checkpointing, or --policy.lora in a new run"
 )
-CHANGEABLE = ("eval_every", "checkpoint_every", "keep", "keep_best", "record_every", "record_rollouts")
-"""The settings that may change while a run is driven: they decide no number."""
-JOURNALLED = (
+CHANGEABLE_SETTINGS = ("eval_every", "checkpoint_every", "keep", "keep_best", "record_every", "record_rollouts")
+"""The settings that `TrainingStep.change` may change: they do not affect results."""
+REPLAYED = (
     "the batches of steps {steps} are in the journal: their updates are made again from there, to the same numbers"
 )
-RESUME_IT = "stopped at once. Resume it with: ascent resume {folder}"
-STOPPING = "Stopping after this step, to save it. Press again to stop at once."
+STOPPED_AT_ONCE = "stopped at once. Resume it with: ascent resume {folder}"
+STOPPING_AFTER_STEP = "Stopping after this step, to save it. Press again to stop at once."
 
 
 def train(
@@ -75,9 +83,10 @@ def train(
 
 
 def load(folder: str | Path, *, trust: bool = False, **objects: Any) -> Run:
-    """A run from its folder. `objects`: those of Python that it was made with, to use them: loss=MyLoss, rows=rows.
+    """Load a run from its folder.
 
-    `trust`: use all that its settings name, code included, also where the run was made elsewhere (docs/runs.md).
+    `objects` are the Python objects that the run was made with, such as loss=MyLoss or rows=rows. `trust` allows a run
+    that was made on another machine to execute the code that its settings name (docs/runs.md).
     """
     run = Run(folder)
     if trust:
@@ -87,10 +96,10 @@ def load(folder: str | Path, *, trust: bool = False, **objects: Any) -> Run:
     return run
 
 
-class Begun(NamedTuple):
-    """A run that is ready for its next step: its parts, and its folder, which is locked."""
+class PreparedRun(NamedTuple):
+    """A run that is ready for its next step, and its locked folder."""
 
-    parts: Parts
+    parts: RunParts
     folder: RunFolder
     display: Display
     first: int = 0
@@ -98,17 +107,17 @@ class Begun(NamedTuple):
 
 
 def start(config: Config, out: str | Path | None, display: Display, preflight: bool = True) -> Run:
-    """A new run of this config, in a new folder, after the backend's pre-flight."""
-    return carry_out(begin(config, out, display, preflight))
+    """Train a new run of this config, in a new folder, after the pre-flight."""
+    return run_to_end(prepare_run(config, out, display, preflight))
 
 
-def begin(config: Config, out: str | Path | None, display: Display, preflight: bool = True) -> Begun:
-    config, note = settled(config)
-    _refuse_unreadable(config)
+def prepare_run(config: Config, out: str | Path | None, display: Display, preflight: bool = True) -> PreparedRun:
+    config, note = resolve_machine_settings(config)
+    _check_serializable(config)
     check_trackers(config.track)
     path = Path(out) if out is not None else default_folder(config)
     check_new_folder(path)
-    given = None if torchrun_rank() else keep_given(config, path)
+    given = None if torchrun_rank() else save_given_model(config, path)
     if note:
         display.say(note)
     try:
@@ -120,10 +129,10 @@ def begin(config: Config, out: str | Path | None, display: Display, preflight: b
         report = parts.preflight() if preflight else None
         if report is not None:
             display.say(report.text())
-            report.insist()
+            report.raise_if_refused()
         parts.resolve_old_logp()
         if given is not None:
-            parts.config = replace(parts.config, policy=as_given(config.policy))
+            parts.config = replace(parts.config, policy=with_saved_model(config.policy))
         config = parts.config
         words = {
             "label": run_label(config),
@@ -140,11 +149,11 @@ def begin(config: Config, out: str | Path | None, display: Display, preflight: b
         parts.close()
         shutil.rmtree(given or "", ignore_errors=True)
         raise
-    return Begun(parts, folder, display)
+    return PreparedRun(parts, folder, display)
 
 
-def keep_given(config: Config, path: Path) -> Path | None:
-    """A model that was given in Python, saved beside the run's folder before training moves it; None: it has a name."""
+def save_given_model(config: Config, path: Path) -> Path | None:
+    """Save a model that was given as a Python object beside the run's folder, before training changes it."""
     model, tokenizer = PYTHON_MODELS.get(getattr(config.policy, "model", ""), (None, None))
     if model is None:
         return None
@@ -154,39 +163,41 @@ def keep_given(config: Config, path: Path) -> Path | None:
     return aside
 
 
-def as_given(policy: Any) -> Any:
-    """The policy as config.json has it: its model lies in the run's folder, to be loaded as it was given."""
+def with_saved_model(policy: Any) -> Any:
+    """Return the policy for config.json: its model is loaded from the run's folder, in its present type and device."""
     model = PYTHON_MODELS[policy.model][0]
     dtype = str(model.dtype).removeprefix("torch.") if policy.dtype == "auto" else policy.dtype
     device = model.device.type if policy.device == "auto" else policy.device
     return replace(policy, model=SAVED_MODEL, dtype=dtype, device=device)
 
 
-def settled(config: Config) -> tuple[Config, str]:
-    """The config with its number of threads and the whole path of --init, so that it means the same anywhere.
+def resolve_machine_settings(config: Config) -> tuple[Config, str]:
+    """Return the config with its number of threads and the absolute path of --init.
 
-    And what is to be said of the threads, if others compute here too.
+    And a note on the threads, if other processes use this machine.
     """
     init = None if config.init is None else str(init_folder(config.init))
     threads, note = (config.threads, "") if config.threads else free_threads()
     return replace(config, threads=threads, init=init), note
 
 
-def recognize(folder: Path, config: Config) -> None:
-    """Let this process load a run as far as it uses what this config does, which the user has given here."""
+def trust_settings(folder: Path, config: Config) -> None:
+    """Trust the code and files of a run that this config, which the user has given here, names too."""
     with suppress(ConfigError):  # it starts from a run that is gone
         written = read_settings(folder / "config.json", with_description=True)
-        record_run(folder, settled(replace(config, threads=1))[0].to_dict() | {"id": written.get("id")})
+        record_run(
+            folder, resolve_machine_settings(replace(config, threads=1))[0].to_dict() | {"id": written.get("id")}
+        )
 
 
-def _refuse_unreadable(config: Config) -> None:
-    """Refuse a choice that lives only in this process: the run could be neither resumed nor loaded."""
+def _check_serializable(config: Config) -> None:
+    """Raise a ConfigError for a choice that config.json cannot describe: the run could not be resumed or loaded."""
     with suppress(ConfigError):
         if config_from(config.to_dict()) == config:
             return
     raise ConfigError(
         "a choice or task of your own was given as an object whose fields config.json cannot hold: they have to be "
-        "numbers, words, or lists of them"
+        "numbers, strings, or lists of them"
     )
 
 
@@ -211,17 +222,17 @@ def resume(
     if trust:
         trust_run(run)
     try:
-        begun = reopen(Run(run), display or for_stream(), from_step, anyway=anyway, **objects)
+        prepared = reopen_run(Run(run), display or for_stream(), from_step, anyway=anyway, **objects)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(RESUME_IT.format(folder=Path(run))) from None
-    return Run(run) if begun is None else carry_out(begun)
+        raise KeyboardInterrupt(STOPPED_AT_ONCE.format(folder=Path(run))) from None
+    return Run(run) if prepared is None else run_to_end(prepared)
 
 
-def reopen(
+def reopen_run(
     existing: Run, display: Display, from_step: int | None = None, *, anyway: bool = False, **objects: Any
-) -> Begun | None:
-    """A run as its checkpoint has it; None: it is finished."""
-    if (left := LIVE.get(existing.folder.resolve())) is not None:
+) -> PreparedRun | None:
+    """Prepare a run to continue from its checkpoint; None: it is finished."""
+    if (left := ACTIVE_RUNS.get(existing.folder.resolve())) is not None:
         left.close()
     model = _model_given(existing, objects)
     if existing.status == "finished" and from_step is None:
@@ -262,12 +273,12 @@ def reopen(
             check_ahead(parts.engine.pending, first, config.ahead)
         journal = Journal(folder.path)
         drawn = first if existing.changed else _replay(journal, parts, first)
-        parts.notes += (OUT_OF_MEMORY,) if killed else ()
+        parts.notes += (MEMORY_RAN_OUT,) if killed else ()
         folder.run |= {"status": "running", "result": None}
         folder.run.pop("reason", None)
         folder.note("resumed", step=first)
         if existing.changed:
-            parts.notes += tuple(_record_changed(existing, folder, first))
+            parts.notes += tuple(_record_changed_objects(existing, folder, first))
         if from_step is not None:
             folder.back_up_records(first)
         for later in existing.checkpoints:
@@ -278,20 +289,20 @@ def reopen(
     except BaseException:
         folder.close()
         raise
-    return Begun(parts, folder, display, first, state)
+    return PreparedRun(parts, folder, display, first, state)
 
 
-def _replay(journal: Journal, parts: Parts, first: int) -> int:
-    """Have the steps from `first` on replayed that are in the journal; returned is the first that is drawn."""
+def _replay(journal: Journal, parts: RunParts, first: int) -> int:
+    """Replay the steps from `first` on that are in the journal; return the first step that is sampled anew."""
     if parts.engine.deterministic or (drawn := journal.first_new_step(first)) == first:
         return first
     parts.engine.first_version = drawn
-    parts.notes += (JOURNALLED.format(steps=first if drawn == first + 1 else f"{first} to {drawn - 1}"),)
+    parts.notes += (REPLAYED.format(steps=first if drawn == first + 1 else f"{first} to {drawn - 1}"),)
     return drawn
 
 
 def _model_given(run: Run, objects: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Take a model and its tokenizer out of the objects; refused if the run was made with one by its name."""
+    """Take the model and tokenizer out of the objects; a run whose model is given by name accepts none."""
     given = model, tokenizer = objects.pop("model", None), objects.pop("tokenizer", None)
     if model is None and tokenizer is None:
         return None
@@ -303,8 +314,8 @@ def _model_given(run: Run, objects: dict[str, Any]) -> tuple[Any, Any] | None:
     return given
 
 
-def _record_changed(run: Run, folder: RunFolder, step: int) -> list[str]:
-    """Write down the objects that were given in the place of others: in config.json, in run.json, and in words."""
+def _record_changed_objects(run: Run, folder: RunFolder, step: int) -> list[str]:
+    """Record objects that replace others in config.json and run.json, and return notes on the differences."""
     settings = renamed(read_settings(folder.path / "config.json", with_description=True), run.changed)
     was = dict(folder.run["objects"])
     notes = [
@@ -320,12 +331,12 @@ def _record_changed(run: Run, folder: RunFolder, step: int) -> list[str]:
 
 
 class TrainingStep:
-    """A step of a run that is driven, `for step in ascent.steps(…)`, once its records are written."""
+    """A finished step of `for step in ascent.steps(…)`, whose records are written."""
 
-    def __init__(self, number: int, writer: RunWriter, parts: Parts):
+    def __init__(self, number: int, writer: RunWriter, parts: RunParts):
         self.number, self._writer, self._parts = number, writer, parts
         self.changed: Config | None = None
-        """The config from here on, where something was changed."""
+        """The config of the following steps, if `change` was called."""
 
     def __repr__(self) -> str:
         return f"Step({self.number}, {numbers(self.metrics)})"
@@ -337,7 +348,7 @@ class TrainingStep:
 
     @property
     def batch(self) -> Batch:
-        """Prompts, responses, log-probs, rewards and credit, as tensors [prompt sample token]."""
+        """Prompts, responses, log-probs, rewards and advantages, as tensors [prompt sample token]."""
         assert self._writer.newest is not None
         return self._writer.newest[1]
 
@@ -347,20 +358,20 @@ class TrainingStep:
         return Completions(sampled_rows(self.number, self.batch, groups, self._writer.token_texts))
 
     def evaluate(self) -> dict[str, Any]:
-        """The metrics of held-out prompts, now. The run goes on as if nobody had asked."""
+        """Evaluate on held-out prompts now. This does not change the run."""
         return dict(self._parts.evaluator()())
 
     def stop(self) -> None:
-        """End the run with this step. It is saved, and can be resumed."""
+        """End the run after this step. It is saved and can be resumed."""
         self._writer.stop = True
 
     def change(self, **settings: Any) -> None:
-        """Change settings that decide no number: how often to evaluate, to save and to record. The run says so."""
-        odd = [name for name in settings if name not in CHANGEABLE]
+        """Change settings that do not affect results: how often to evaluate, save and record. The run records it."""
+        odd = [name for name in settings if name not in CHANGEABLE_SETTINGS]
         if odd:
             raise ConfigError(
-                f"{odd[0]}: it decides numbers, so a resumed run would have others. What may be changed: "
-                f"{', '.join(CHANGEABLE)}.{nearest(odd[0], CHANGEABLE)}"
+                f"{odd[0]}: it affects results, so it cannot change during a run. These can: "
+                f"{', '.join(CHANGEABLE_SETTINGS)}.{nearest(odd[0], CHANGEABLE_SETTINGS)}"
             )
         values = {name: PLAIN[name].check(value) for name, value in settings.items()}
         self.changed = self._writer.config = replace(self._writer.config, **values)
@@ -372,12 +383,12 @@ class TrainingStep:
 
 
 class TrainingSteps:
-    """A run that is driven step by step. Whoever leaves the loop early ends the run with that step; it is saved."""
+    """An iterator over the steps of a run. Leaving the loop early ends the run after that step and saves it."""
 
-    def __init__(self, begun: Begun):
-        self.folder = begun.folder.path
-        self._steps = drive(begun, driven=True)
-        LIVE[self.folder.resolve()] = self
+    def __init__(self, prepared: PreparedRun):
+        self.folder = prepared.folder.path
+        self._steps = run_steps(prepared, step_by_step=True)
+        ACTIVE_RUNS[self.folder.resolve()] = self
 
     def __iter__(self) -> Iterator[TrainingStep]:
         return self
@@ -386,7 +397,7 @@ class TrainingSteps:
         return next(self._steps)
 
     def close(self) -> None:
-        """End the run, and save it."""
+        """End the run and save it."""
         self._steps.close()
 
     @property
@@ -394,14 +405,14 @@ class TrainingSteps:
         return Run(self.folder)
 
 
-LIVE: weakref.WeakValueDictionary[Path, TrainingSteps] = weakref.WeakValueDictionary()
-"""The runs that this process drives."""
+ACTIVE_RUNS: weakref.WeakValueDictionary[Path, TrainingSteps] = weakref.WeakValueDictionary()
+"""The runs that this process iterates over."""
 
 
 def steps(
     task: Any, *, out: str | Path | None = None, show: bool = False, preflight: bool = True, **settings: Any
 ) -> TrainingSteps:
-    """A run as `train` begins it (or, given a Run, as `resume` continues it), to be driven step by step.
+    """Train a new run, or resume a given Run, step by step.
 
     for step in ascent.steps(rows, model="FOLDER", reward=f):
         if step.metrics["reward"] > 0.9:
@@ -409,42 +420,42 @@ def steps(
     """
     display = for_stream() if show else Display()
     if isinstance(task, Run):
-        begun = reopen(task, display, **settings)
-        if begun is None:
+        prepared = reopen_run(task, display, **settings)
+        if prepared is None:
             raise ConfigError(
                 f"{task.folder} is finished: there is no step left. To go back: ascent.resume(run, from_step=N)"
             )
-        return TrainingSteps(begun)
+        return TrainingSteps(prepared)
     check_length(settings)
     CODE.clear()
-    return TrainingSteps(begin(configure(task, settings), out, display, preflight))
+    return TrainingSteps(prepare_run(configure(task, settings), out, display, preflight))
 
 
-def carry_out(begun: Begun) -> Run:
-    """Run the loop to its end."""
-    for _ in drive(begun):
+def run_to_end(prepared: PreparedRun) -> Run:
+    """Run all remaining steps."""
+    for _ in run_steps(prepared):
         pass
-    return Run(begun.folder.path)
+    return Run(prepared.folder.path)
 
 
-def drive(begun: Begun, driven: bool = False) -> Generator[TrainingStep, None, None]:
-    """Run the loop in a locked folder, and write into run.json how it ended, how far it came, and its result.
+def run_steps(prepared: PreparedRun, step_by_step: bool = False) -> Generator[TrainingStep, None, None]:
+    """Run the training loop, yield its steps, and write status and result into run.json.
 
-    `driven`: somebody else's code runs between two steps, and Ctrl-C is then theirs.
+    `step_by_step`: the caller's code runs between two steps, and handles Ctrl-C there.
     """
-    parts, folder, display, first, state = begun
+    parts, folder, display, first, state = prepared
     config = parts.config
     writer = RunWriter(folder, config, parts.task, display)
     trackers = Trackers(config.track, folder.path, config.to_dict(), folder.path.name, first, writer.note)
     writer.trackers = trackers
     writer.journal = None if parts.engine.deterministic else Journal(folder.path)
     writer.timeline = parts.backend.timeline(parts.engine) if config.data == "samples" else None
-    parts.backend.keep_logs(parts.judged[1] if parts.judged else parts.engine, folder.path)
+    parts.backend.set_log_folder(parts.scored_evaluation[1] if parts.scored_evaluation else parts.engine, folder.path)
 
     def waiting(here: bool) -> AbstractContextManager[None]:
-        return interruptible(writer, lambda: display.say(STOPPING)) if here else nullcontext()
+        return interruptible(writer, lambda: display.say(STOPPING_AFTER_STEP)) if here else nullcontext()
 
-    with waiting(not driven):
+    with waiting(not step_by_step):
         try:
             display.start(first, config.steps, f"{folder.run['task']} {folder.run['label']}")
             for note in parts.notes:
@@ -457,7 +468,7 @@ def drive(begun: Begun, driven: bool = False) -> Generator[TrainingStep, None, N
             step: TrainingStep | None = None
             with suppress(StopIteration):
                 while True:
-                    with waiting(driven):
+                    with waiting(step_by_step):
                         step = TrainingStep(made.send(None if step is None else step.changed), writer, parts)
                     try:
                         yield step
@@ -468,19 +479,19 @@ def drive(begun: Begun, driven: bool = False) -> Generator[TrainingStep, None, N
             folder.run["status"] = "finished" if done else "interrupted"
         except KeyboardInterrupt:
             folder.run["status"] = "interrupted"
-            raise KeyboardInterrupt(RESUME_IT.format(folder=folder.path)) from None
+            raise KeyboardInterrupt(STOPPED_AT_ONCE.format(folder=folder.path)) from None
         except Exception as error:
-            trouble = _trouble(error, folder.path)
-            folder.run |= {"status": "failed", "reason": str(trouble)}
-            writer.record_error(str(trouble))
-            raise trouble from (None if trouble is error else error)
+            run_error = _run_error(error, folder.path)
+            folder.run |= {"status": "failed", "reason": str(run_error)}
+            writer.record_error(str(run_error))
+            raise run_error from (None if run_error is error else error)
         finally:
-            end(parts, folder, display, writer)
+            close_run(parts, folder, display, writer)
             trackers.close(folder.run["status"])
 
 
-def end(parts: Parts, folder: RunFolder, display: Display, writer: RunWriter) -> None:
-    """Close what a run has open, and write its result."""
+def close_run(parts: RunParts, folder: RunFolder, display: Display, writer: RunWriter) -> None:
+    """Close the parts of a run and write its result."""
     display.close()
     writer.close()
     parts.close()
@@ -490,24 +501,21 @@ def end(parts: Parts, folder: RunFolder, display: Display, writer: RunWriter) ->
         task, group = parts.config.task, parts.config.algorithm.advantage.group_relative
         folder.run["result"] = {
             "steps": folder.run["step"],
-            **{name: last.get(name) for name in RESULT},
+            **{name: last.get(name) for name in RESULT_METRICS},
             "max_reward": task.max_reward,
             "words": findings(last, task, group),
         }
     folder.close(folder.run["status"])
 
 
-def _trouble(error: Exception, folder: Path) -> Exception:
-    """The error to raise: itself where it explains itself, else what it was and where its details are."""
+def _run_error(error: Exception, folder: Path) -> Exception:
+    """Return the error to raise: RunError and ConfigError unchanged; others with the path of their traceback."""
     if isinstance(error, RunError | ConfigError):
         return error
     if isinstance(error, OSError):
         return RunError(f"{folder} cannot be written: {error.strerror}. Make room, then: ascent resume {folder}")
     unlinked(folder / "error.txt").write_text("".join(traceback.format_exception(error)))
-    return RunError(
-        f"an error that Ascent did not expect: {type(error).__name__}: {error}. "
-        f"The details are in {folder / 'error.txt'}"
-    )
+    return RunError(f"unexpected error: {type(error).__name__}: {error}. The details are in {folder / 'error.txt'}")
 
 
 @contextmanager

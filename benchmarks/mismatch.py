@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascent.build.assemble import Parts, assemble
+from ascent.build.assemble import RunParts, assemble
 from ascent.core.correction import mismatch
 from ascent.core.metric_names import MISMATCH
 from ascent.core.types import Batch, to_batch
@@ -50,7 +50,7 @@ SIZES = {"135m": (32, 16, 256), "1.5b": (16, 8, 256), "cpu": (4, 8, 32), "smoke"
 """Prompts, samples and tokens."""
 
 
-def drawn(parts: Parts) -> Batch:
+def drawn(parts: RunParts) -> Batch:
     """A batch as the first step draws it, with random rewards."""
     config, learner = parts.config, parts.learner
     parts.engine.load(learner.params(), version=0)
@@ -62,7 +62,7 @@ def drawn(parts: Parts) -> Batch:
     return batch.add(**learner.score(batch, config.algorithm.needs))
 
 
-def first_update(parts: Parts, batch: Batch, logp_old: Tensor | None) -> tuple[list[Tensor], float]:
+def first_update(parts: RunParts, batch: Batch, logp_old: Tensor | None) -> tuple[list[Tensor], float]:
     """The gradient of the first update with this logp_old (None: the update's own), and the share of clipped tokens."""
     algorithm = parts.config.algorithm
     batch, state = algorithm.compute_advantages(batch.add(logp_old=logp_old), algorithm.initial_state())

@@ -90,7 +90,7 @@ def test_what_decides_no_number_may_be_changed_and_is_written_down(whole: ascent
     for step in driven:
         if step.number == 0:
             step.change(eval_every=1, record_every=1)
-            with pytest.raises(ConfigError, match="temperature: it decides numbers"):
+            with pytest.raises(ConfigError, match="temperature: it affects results"):
                 step.change(temperature=0.5)
             with pytest.raises(ConfigError, match="--eval-every is 'x'"):
                 step.change(eval_every="x")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ascent.build import old_logp
-from ascent.build.backend import Backend, BoundTask, Report, Start
+from ascent.build.backend import Backend, BoundTask, InitialParams, PreflightReport
 from ascent.build.backends import backend_of
 from ascent.build.reward_loading import bind_task, check_rewards
 from ascent.core.config import Config
@@ -22,7 +22,7 @@ from ascent.tasks.epochs import steps_of
 
 
 @dataclass
-class Parts:
+class RunParts:
     """The parts of a run."""
 
     config: Config
@@ -36,28 +36,28 @@ class Parts:
     streams: Streams
     notes: tuple[str, ...] = ()
     """What a person should know of how these were made."""
-    judged: tuple[BoundTask, RolloutEngine] | None = None
+    scored_evaluation: tuple[BoundTask, RolloutEngine] | None = None
     """What held-out answers are drawn with and scored by; None where no policy is trained on a task that scores."""
 
     def evaluator(self, keep: KeepAnswers | None = None) -> Evaluate:
         """What the loop calls to evaluate. A task that scores its own demonstrations needs no log-probs of them."""
         config, evaluators = self.config, []
-        if config.data != "samples" and not (self.judged and config.data == "demonstrations"):
+        if config.data != "samples" and not (self.scored_evaluation and config.data == "demonstrations"):
             evaluators.append(offline_evaluator(config, self.learner, self.task, self.engine))
-        if self.judged is not None:
-            policy = self.policy if self.backend.enumerates else None
-            evaluators.append(sample_evaluator(config, *self.judged, policy, keep))
+        if self.scored_evaluation is not None:
+            policy = self.policy if self.backend.can_enumerate else None
+            evaluators.append(sample_evaluator(config, *self.scored_evaluation, policy, keep))
         return lambda: {name: value for each in evaluators for name, value in each().items()}
 
-    def preflight(self) -> Report | None:
+    def preflight(self) -> PreflightReport | None:
         """What to know before the run begins; None: there is nothing to look at."""
-        engine = None if self.judged is None else self.judged[1]
+        engine = None if self.scored_evaluation is None else self.scored_evaluation[1]
         return self.backend.preflight(self.config, self.policy, self.task, self.learner, engine, self.notes)
 
     def resolve_old_logp(self) -> None:
         """Decide whose log-probs logp_old is. From here on the config says it, and the notes why."""
         config = self.config
-        if self.judged is None or not old_logp.can_matter(config, self.backend.dtype(self.policy)):
+        if self.scored_evaluation is None or not old_logp.can_matter(config, self.backend.dtype(self.policy)):
             self.config = replace(config, old_logp="sampler" if config.old_logp == "auto" else config.old_logp)
             return
         draws, prompts = (torch.Generator().manual_seed(config.seed + own) for own in (5_000_011, 6_000_011))
@@ -68,14 +68,14 @@ class Parts:
 
     def close(self) -> None:
         """End what was started for the run: the processes that compute rewards."""
-        parts = (self.task, self.engine, *(self.judged or ()), self.learner)
+        parts = (self.task, self.engine, *(self.scored_evaluation or ()), self.learner)
         for part in {id(part): part for part in parts}.values():
             part.close()
 
 
 def assemble(
     config: Config, groups: Collection[str] = (), kept: Path | None = None, ranks: Ranks = SINGLE_PROCESS
-) -> Parts:
+) -> RunParts:
     """The parts of a config.
 
     `groups`: what a checkpoint will fill in; of --init only the reference is then needed, and only if it is not among
@@ -88,20 +88,24 @@ def assemble(
     start, fresh = None, not groups
     if config.init is not None and (fresh or (config.algorithm.reference.enabled and "reference" not in groups)):
         source = kept or init_folder(config.init)
-        start = Start(source, checkpoint.params(source))
+        start = InitialParams(source, checkpoint.params(source))
     model, notes = backend.model(config, streams, start, fresh)
     learner = backend.learner(config, model, streams, ranks)
-    config = backend.settled(config, model) if fresh else config
-    judged = None
+    config = backend.resolve_config(config, model) if fresh else config
+    scored_evaluation = None
     if config.algorithm.loss.trains == "policy" and config.task.data == "samples":
         bound = bind_task(backend, config.task, model, scores=ranks.rank == 0)
-        judged = bound, backend.rollout_engine(config, model, streams.sampling)
-        notes += (judged[1].note,) if judged[1].note else ()
+        scored_evaluation = bound, backend.rollout_engine(config, model, streams.sampling)
+        notes += (scored_evaluation[1].note,) if scored_evaluation[1].note else ()
         if ranks.rank == 0:  # where rewards are computed
-            backend.score_early(*judged)
+            backend.score_early(*scored_evaluation)
             if config.data == "samples":
-                backend.train_early(config, judged[1], learner)
-    task, engine = judged if judged and config.data == "samples" else backend.offline(config, model, streams.sampling)
+                backend.train_early(config, scored_evaluation[1], learner)
+    task, engine = (
+        scored_evaluation
+        if scored_evaluation and config.data == "samples"
+        else backend.offline(config, model, streams.sampling)
+    )
     if fresh and config.data_epochs is not None:
         config = replace(config, steps=steps_of(config.data_epochs, config.prompts, task))
-    return Parts(config, backend, task, model, engine, learner, streams, notes, judged)
+    return RunParts(config, backend, task, model, engine, learner, streams, notes, scored_evaluation)

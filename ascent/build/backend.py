@@ -98,7 +98,7 @@ class LearnedReward:
         return self.read(self.model, rollouts)
 
 
-class Start(NamedTuple):
+class InitialParams(NamedTuple):
     """Parameters to start training from, and the folder that holds them."""
 
     source: Path
@@ -106,7 +106,7 @@ class Start(NamedTuple):
 
 
 @dataclass
-class Report:
+class PreflightReport:
     """What a pre-flight says, line by line, and what stands in the way."""
 
     lines: list[str] = field(default_factory=list)
@@ -116,7 +116,7 @@ class Report:
     def text(self) -> str:
         return "\n".join([*self.lines, *(f"warning    {w}" for w in self.warnings)])
 
-    def insist(self) -> None:
+    def raise_if_refused(self) -> None:
         if self.refusals:
             raise ConfigError(" ".join(self.refusals) + " (--no-preflight continues all the same)")
 
@@ -133,9 +133,9 @@ class Backend(ABC):
     typed one has no answer to score a response by."""
     packages: ClassVar[tuple[str, ...]] = ()
     """Packages whose versions run.json lists, beside those of every run."""
-    seeded: ClassVar[bool] = False
+    seeds_responses: ClassVar[bool] = False
     """Has every response a seed of its own? Then any rank may draw it."""
-    enumerates: ClassVar[bool] = False
+    can_enumerate: ClassVar[bool] = False
     """Can its policies give the probability of every response, where there are few? Then E[R] is exact."""
 
     # ---- refusals
@@ -163,14 +163,14 @@ class Backend(ABC):
 
     @abstractmethod
     def model(
-        self, config: Config, streams: Streams, start: Start | None, fresh: bool = False
+        self, config: Config, streams: Streams, start: InitialParams | None, fresh: bool = False
     ) -> tuple[Any, tuple[str, ...]]:
         """What is trained: a policy, or a model with a reward head; and what a person should know of it.
 
         `fresh`: for a new run, which may choose what its config leaves open; others take what was always taken.
         """
 
-    def settled(self, config: Config, model: Any) -> Config:
+    def resolve_config(self, config: Config, model: Any) -> Config:
         """The config of a new run with what its model was chosen to be."""
         return config
 
@@ -188,7 +188,7 @@ class Backend(ABC):
         """Where its sampler notes how many responses it decodes at once; None: always all of them."""
         return None
 
-    def keep_logs(self, engine: RolloutEngine, folder: Path) -> None:  # noqa: B027 (most samplers start nothing)
+    def set_log_folder(self, engine: RolloutEngine, folder: Path) -> None:  # noqa: B027 (most samplers start nothing)
         """Tell a sampler that starts processes where their logs go: into the run's folder."""
 
     def score_early(self, task: Any, engine: Any) -> None:  # noqa: B027 (small policies are drawn whole)
@@ -217,7 +217,7 @@ class Backend(ABC):
         learner: Learner,
         engine: RolloutEngine | None,
         notes: Sequence[str],
-    ) -> Report | None:
+    ) -> PreflightReport | None:
         """What to know before a run begins; None: there is nothing to look at. No `sampler`: nothing is sampled."""
         return None
 

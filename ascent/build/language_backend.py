@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from ascent.build.backend import SAMPLING_SETTINGS, Backend, LearnedReward, OfflineEngine, Params, Report, Start
+from ascent.build.backend import (
+    SAMPLING_SETTINGS,
+    Backend,
+    InitialParams,
+    LearnedReward,
+    OfflineEngine,
+    Params,
+    PreflightReport,
+)
 from ascent.build.language_reward_model import HEAD, LanguageProcessReward, LanguageRewardModel, add_head
 from ascent.build.model_verification import prove
 from ascent.build.precision import precision_of, why_not_float16
@@ -62,7 +70,7 @@ class LanguageBackend(Backend):
     task_kind = "text"
     words = True
     packages = ("transformers", "peft")
-    seeded = True
+    seeds_responses = True
 
     def mismatch(self, config: Config) -> str:
         return f"--policy causal-lm with the task {name_of(config.task)}: it has no words to read"
@@ -125,7 +133,7 @@ class LanguageBackend(Backend):
         super().check_ranks(config, size)
 
     def model(
-        self, config: Config, streams: Streams, start: Start | None, fresh: bool = False
+        self, config: Config, streams: Streams, start: InitialParams | None, fresh: bool = False
     ) -> tuple[LanguageModel, tuple[str, ...]]:
         """A reward head is added after the start from a policy, and before the start from another reward model."""
         lm, why = _loaded(config, fresh)
@@ -143,7 +151,7 @@ class LanguageBackend(Backend):
             add_head(lm, trains == "steps")
         return lm, notes
 
-    def settled(self, config: Config, model: LanguageModel) -> Config:
+    def resolve_config(self, config: Config, model: LanguageModel) -> Config:
         """The config says which precision was chosen, so that a resumed run computes in it on any device."""
         if config.policy.dtype != "auto" or config.policy.model in PYTHON_MODELS:
             return config
@@ -207,7 +215,7 @@ class LanguageBackend(Backend):
         if whole and isinstance(engine, LocalEngine) and isinstance(learner, LanguageLearner):
             engine.train_early = learner.begin
 
-    def keep_logs(self, engine: Any, folder: Path) -> None:
+    def set_log_folder(self, engine: Any, folder: Path) -> None:
         engine.folder = folder / "engine"
 
     def dtype(self, model: LanguageModel) -> torch.dtype:
@@ -227,9 +235,9 @@ class LanguageBackend(Backend):
 
     def preflight(
         self, config: Config, model: Any, task: Any, learner: Any, engine: RolloutEngine | None, notes: Sequence[str]
-    ) -> Report:
+    ) -> PreflightReport:
         """Batch sizes, memory, the reward and a first sample. Random streams are left as they are."""
-        report, limits = Report(arithmetic(config)), config.task
+        report, limits = PreflightReport(arithmetic(config)), config.task
         room, need = _positions(model), limits.max_prompt + limits.room
         if room is not None and need > room:
             what = f"--max-prompt {limits.max_prompt} and --max-tokens {limits.max_tokens} make {need} positions"

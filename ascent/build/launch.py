@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ascent.build.assemble import Parts, assemble
+from ascent.build.assemble import RunParts, assemble
 from ascent.build.backends import backend_of
 from ascent.core.config import Config
 from ascent.core.errors import ConfigError
@@ -17,7 +17,7 @@ from ascent.rollout.rank_leader import run_follower, wrap_for_ranks
 from ascent.rollout.ray_replicas import join_cluster
 
 
-def assemble_ranks(config: Config, groups: Collection[str] = (), kept: Path | None = None) -> Parts:
+def assemble_ranks(config: Config, groups: Collection[str] = (), kept: Path | None = None) -> RunParts:
     """The parts of a run, as rank 0 has them. Another rank works for it until the run ends, and then exits."""
     size = training_world_size(config.ranks.shard)
     backend_of(config).check_ranks(config, size)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ascent.build import trial_timings
-from ascent.build.backend import Report
+from ascent.build.backend import PreflightReport
 from ascent.core.config import Config
 from ascent.core.groups import groups_without_signal
 from ascent.core.loop import score_rollouts
@@ -75,7 +75,7 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
     }
 
 
-def report_memory(config: Config, learner: LanguageLearner, rows: int, report: Report) -> None:
+def report_memory(config: Config, learner: LanguageLearner, rows: int, report: PreflightReport) -> None:
     """What the run takes of what is there; the model that is loaded already counts on both sides."""
     device, parts = learner.lm.device, memory(config, learner, rows)
     total, sure = sum(parts.values()), sum(parts[name] for name in EXACT)
@@ -129,7 +129,7 @@ def _smaller(config: Config) -> str:
     return ", or --policy.bits 4" if config.policy.lora else ", or --policy.lora 16"
 
 
-def report_update(config: Config, learner: LanguageLearner, report: Report) -> None:
+def report_update(config: Config, learner: LanguageLearner, report: PreflightReport) -> None:
     """What an update computes and how it is cut, if every prompt and response is as long as it may be."""
     plan, task, lm = learner.plan, config.task, learner.whole_lm
     prompts, samples = -(-config.prompts // config.minibatches), config.samples
@@ -157,7 +157,7 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.0f} MiB"
 
 
-def report_reward(test: Any, report: Report) -> None:
+def report_reward(test: Any, report: PreflightReport) -> None:
     first, *more = test.lines()
     report.lines += [f"reward     {first}", *(f"           {line}" for line in more)]
     useless = test.compares and test.gold and test.corrupted and not test.gold_reward > test.corrupted_reward
@@ -167,7 +167,7 @@ def report_reward(test: Any, report: Report) -> None:
         report.warnings.append("the reward failed part of its self-test, above")
 
 
-def report_sample(config: Config, task: Any, probe: LocalEngine, report: Report) -> trial_timings.TimedCall:
+def report_sample(config: Config, task: Any, probe: LocalEngine, report: PreflightReport) -> trial_timings.TimedCall:
     """A few groups as a step would draw them, from random streams of their own; and how long that took."""
     prompts = task.draw(min(4, config.prompts), torch.Generator().manual_seed(config.seed + 3_000_017))
     rollouts, call = trial_timings.timed(probe, prompts, config.samples)
@@ -197,7 +197,7 @@ def report_sample(config: Config, task: Any, probe: LocalEngine, report: Report)
     return call
 
 
-def report_episodes(batch: Batch, task: Any, report: Report) -> None:
+def report_episodes(batch: Batch, task: Any, report: PreflightReport) -> None:
     """What was seen of the conversations that were played: turns, calls, and how long environments took."""
     assert batch.turn is not None and batch.measures is not None and batch.environment_seconds is not None
     sums = dict(zip(batch.measure_names, batch.measures.sum((0, 1)).tolist(), strict=True))
@@ -230,7 +230,7 @@ def report_seconds(
     task: Any,
     probe: LocalEngine,
     sample: trial_timings.TimedCall,
-    report: Report,
+    report: PreflightReport,
 ) -> None:
     """How long a step takes, by short trials: with responses as in the sample, and with all of them at the limit."""
     prompts, samples, limits = config.prompts, config.samples, config.task

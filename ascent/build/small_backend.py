@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascent.build.backend import Backend, LearnedReward, OfflineEngine, Params, Start
+from ascent.build.backend import Backend, InitialParams, LearnedReward, OfflineEngine, Params
 from ascent.core.config import Config
 from ascent.core.errors import ConfigError
 from ascent.core.menu import hyperparameters, name_of
@@ -29,7 +29,7 @@ SCORES = {"rewards": score_small_responses, "steps": score_small_steps}
 class SmallBackend(Backend):
     name = "small"
     task_kind = "small"
-    enumerates = True
+    can_enumerate = True
 
     def mismatch(self, config: Config) -> str:
         return "a text task needs a language model: set --policy causal-lm and --model NAME_OR_FOLDER"
@@ -52,7 +52,7 @@ class SmallBackend(Backend):
             )
 
     def model(
-        self, config: Config, streams: Streams, start: Start | None, fresh: bool = False
+        self, config: Config, streams: Streams, start: InitialParams | None, fresh: bool = False
     ) -> tuple[Any, tuple[str, ...]]:
         if config.algorithm.loss.trains != "policy":
             return new_reward_model(config, streams.sampling, start), ()
@@ -126,7 +126,7 @@ class SmallBackend(Backend):
         return type(task), fields | {"algorithm": "reward-model", "pairs": str(pairs)}
 
 
-def new_reward_model(config: Config, generator: torch.Generator, start: Start | None = None) -> ValueFunction:
+def new_reward_model(config: Config, generator: torch.Generator, start: InitialParams | None = None) -> ValueFunction:
     """The policy's shape with a value head; it starts from another reward model, or from the backbone of a policy."""
     model = config.policy.critic(config.policy(config.task.space, generator), False, generator)
     if start is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from ascent.api import recognize, resume, start
+from ascent.api import resume, start, trust_settings
 from ascent.build.assemble import assemble
 from ascent.build.backends import backend_of
 from ascent.build.trained_run import Run
@@ -64,7 +64,7 @@ class PreflightCommand(TrainCommand):
             print(plan_text(parts.config, self.options.out or Path("runs")))
         else:
             print(report.text())
-            report.insist()
+            report.raise_if_refused()
 
 
 @dataclass
@@ -91,7 +91,7 @@ def run_training(config: Config, options: TrainOptions, then: Callable[[Run], No
     if options.out is not None and was_restarted() and (options.out / "run.json").exists():
         previous = Run(options.out)
         if previous.info.get("launch") == torchrun_id():
-            recognize(options.out, config)
+            trust_settings(options.out, config)
             return report_end(resume(options.out), then)
     if options.dry_run:
         print_dry_run(config, options)

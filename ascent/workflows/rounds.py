@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ascent.api import resume, settled, start
+from ascent.api import resolve_machine_settings, resume, start
 from ascent.build.backends import backend_of
 from ascent.build.trained_run import Run, load_policy
 from ascent.core.config import Config
@@ -213,7 +213,7 @@ def start_rounds(
     existing = read_json(folder / ROUNDS_FILE) if (folder / ROUNDS_FILE).exists() else {}
     if not config.threads:  # keep the number of threads
         config = replace(config, threads=existing.get("config", {}).get("threads", 0))
-    config, _ = settled(config)
+    config, _ = resolve_machine_settings(config)
     if plan.judge is not None:
         plan = replace(plan, judge=absolute_path(plan.judge))
     settings: dict[str, Any] = {"plan": asdict(plan), "config": config.to_dict(), "reward_model": reward_model}

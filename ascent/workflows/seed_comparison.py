@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ascent.api import interruptible, recognize, resume, start
+from ascent.api import interruptible, resume, start, trust_settings
 from ascent.build.backends import backend_of
 from ascent.build.trained_run import Run
 from ascent.core.config import Config
@@ -64,7 +64,7 @@ def run_all(configs: Mapping[str, Config], seeds: list[int], out: Path, jobs: in
                 ) from None
             raise
     for (name, _), folder in folders.items():
-        recognize(folder, configs[name])
+        trust_settings(folder, configs[name])
     return {name: [Run(folders[name, seed]) for seed in seeds] for name in configs}
 
 
@@ -95,7 +95,7 @@ def run_one(settings: dict[str, Any], folder: str) -> None:
             if not (Path(folder) / "run.json").exists():
                 run = start(config, folder, Display())
             else:
-                recognize(Path(folder), config)
+                trust_settings(Path(folder), config)
                 if not _is_run_of(config, Run(folder).config):
                     raise ConfigError(f"{folder} has a run with other settings: choose another --out")
                 run = resume(folder, Display())

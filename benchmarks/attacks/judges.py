@@ -68,7 +68,7 @@ class Server:
 
 
 @contextmanager
-def judged(folder: Path, server: Server, **settings: Any) -> Iterator[list[Any]]:
+def scored_evaluation(folder: Path, server: Server, **settings: Any) -> Iterator[list[Any]]:
     """The scores of a response that the judge answers badly, and of one beside it."""
     os.environ["ATTACKS_JUDGE_KEY"] = KEY
     about = {"url": f"http://127.0.0.1:{server.port}/v1", "model": "m", "cache": str(folder / "cache.jsonl")}
@@ -88,7 +88,7 @@ def neighbour_unharmed(
 
     def attempt(folder: Path) -> str | None:
         began = time.monotonic()
-        with judged(folder, Server(reply, status), **settings) as (bad, good):
+        with scored_evaluation(folder, Server(reply, status), **settings) as (bad, good):
             if not isinstance(good, Scored):
                 return f"the question beside it has no score: {type(good).__name__}"
             if isinstance(bad, Scored):
@@ -101,13 +101,13 @@ def neighbour_unharmed(
 
 def endless(folder: Path) -> str | None:
     server = Server(b" " * 50_000, endless=True)
-    with judged(folder, server, max_tokens=10, timeout=5.0, deadline=5.0):
+    with scored_evaluation(folder, server, max_tokens=10, timeout=5.0, deadline=5.0):
         return f"{server.sent >> 20} MiB were read" if server.sent > 20_000_000 else None
 
 
 def key_recorded(text: str, usage: dict[str, Any], status: int = 200) -> Callable[[Path], str | None]:
     def attempt(folder: Path) -> str | None:
-        with judged(folder, Server(chat(text, usage=usage), status)) as found:
+        with scored_evaluation(folder, Server(chat(text, usage=usage), status)) as found:
             said = (folder / "cache.jsonl").read_text() + "".join(map(str, found))
         parts = {KEY[i : i + 8] for i in range(len(KEY) - 7)}
         return "a part of the key is recorded" if any(part in said for part in parts) else None
@@ -119,7 +119,7 @@ def key_in_the_open(folder: Path) -> str | None:
     """0.0.0.0 is not a name of this machine, so far as names go, and yet the key would arrive here."""
     server = Server(chat("Score: 7"))
     try:
-        with judged(folder, server, url=f"http://0.0.0.0:{server.port}/v1"):
+        with scored_evaluation(folder, server, url=f"http://0.0.0.0:{server.port}/v1"):
             pass
     except ConfigError:
         pass

@@ -13,7 +13,7 @@ from conftest import ENDED, TINY, close, policy_of, prompts_of
 
 import ascent
 from ascent.build import backends
-from ascent.build.assemble import Parts, assemble
+from ascent.build.assemble import RunParts, assemble
 from ascent.build.backend import Backend, BoundTask, OfflineEngine
 from ascent.build.backends import BACKENDS, backend_of
 from ascent.build.reward_loading import load_process_reward, load_reward_model
@@ -98,7 +98,7 @@ class World:
     def policy(self) -> dict[str, Any]:
         return {"policy": ToyChoice(16, 1, 2)} if self.name == "toy" else {}
 
-    def parts(self, what: str = "samples", **more: Any) -> Parts:
+    def parts(self, what: str = "samples", **more: Any) -> RunParts:
         return assemble(self.config(what, **more))
 
 
@@ -200,7 +200,7 @@ def test_no_group_is_lost_or_comes_twice(world: World) -> None:
 
 @pytest.mark.long
 def test_state_and_restore_go_on_with_the_same_numbers(world: World) -> None:
-    def step(parts: Parts, version: int) -> torch.Tensor:
+    def step(parts: RunParts, version: int) -> torch.Tensor:
         algorithm, config = parts.config.algorithm, replace(parts.config, seed=one.config.seed)  # it is a resume's own
         parts.engine.load(parts.learner.params(), version)
         batch, _ = collect(parts.task, parts.engine, algorithm, config, parts.streams.prompts, PhaseTimer())

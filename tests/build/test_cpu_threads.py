@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ascent.api import settled
+from ascent.api import resolve_machine_settings
 from ascent.build import cpu_threads
 from ascent.core.config import Config
 from ascent.settings import configure
@@ -53,12 +53,12 @@ def test_a_run_takes_its_share_and_says_so(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     config = configure("lecture", {})
-    chosen, note = settled(config)
+    chosen, note = resolve_machine_settings(config)
     assert chosen.threads == 2
     assert note == "threads: 2 of 4, because another process computes on this machine (--threads 4 takes all)"
-    assert settled(chosen) == (chosen, ""), "a number in the config stays"
+    assert resolve_machine_settings(chosen) == (chosen, ""), "a number in the config stays"
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert settled(config)[0].threads == 4, "so does one that the user has set"
+    assert resolve_machine_settings(config)[0].threads == 4, "so does one that the user has set"
     assert isinstance(chosen, Config)
 
 

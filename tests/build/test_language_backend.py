@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ascent.build import precision
-from ascent.build.backend import Start
+from ascent.build.backend import InitialParams
 from ascent.build.backends import backend_of
 from ascent.build.language_backend import LanguageBackend, in_shards
 from ascent.build.language_reward_model import HEAD
@@ -163,7 +163,7 @@ def test_a_reward_model_starts_from_a_policy_or_from_a_reward_model(pairs: Path,
     config = reward_model_config(pairs, tiny_folder)
 
     def trained(start: dict[str, Any] | None) -> dict[str, torch.Tensor]:
-        given = None if start is None else Start(Path("RUN"), start)
+        given = None if start is None else InitialParams(Path("RUN"), start)
         lm, _ = LanguageBackend().model(config, Streams(0), given)
         return {name: p.detach().clone() for name, p in lm.trained().items()}
 
@@ -184,7 +184,7 @@ def test_a_reward_model_starts_from_a_policy_or_from_a_reward_model(pairs: Path,
 def test_a_start_from_another_model_names_its_run(pairs: Path, tiny_folder: Path) -> None:
     config = reward_model_config(pairs, tiny_folder)
     with pytest.raises(ConfigError, match=r"^--init runs/other: these parameters are not this model's"):
-        LanguageBackend().model(config, Streams(0), Start(Path("runs/other"), {"other.weight": torch.ones(1)}))
+        LanguageBackend().model(config, Streams(0), InitialParams(Path("runs/other"), {"other.weight": torch.ones(1)}))
 
 
 def test_a_reward_model_is_trained_on_pairs_with_the_limits_of_the_policy(pairs: Path) -> None:

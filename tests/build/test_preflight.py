@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ascent.build import preflight
-from ascent.build.backend import Report
+from ascent.build.backend import PreflightReport
 from ascent.build.preflight import EXACT, memory, report_memory, report_reward, report_sample
 from ascent.core.config import Config
 from ascent.core.protocols import Task
@@ -36,9 +36,9 @@ def mebibytes(count: int) -> str:
     return f"{count / 2**20:.0f} MiB"
 
 
-def reported(config: Config, learner: LanguageLearner, meminfo: Path, patch: pytest.MonkeyPatch) -> Report:
+def reported(config: Config, learner: LanguageLearner, meminfo: Path, patch: pytest.MonkeyPatch) -> PreflightReport:
     """The report on a host that says this of its memory."""
-    report = Report()
+    report = PreflightReport()
     patch.setattr(preflight, "Path", lambda path: meminfo if path == "/proc/meminfo" else Path(path))
     report_memory(config, learner, 2, report)
     return report
@@ -128,7 +128,7 @@ def self_test_of(**found: Any) -> SelfTest:
 def test_a_reward_that_fails_its_self_test_is_warned_of_or_refused(
     found: dict[str, Any], refused: bool, warned: bool
 ) -> None:
-    report, test = Report(), self_test_of(**found)
+    report, test = PreflightReport(), self_test_of(**found)
     report_reward(test, report)
     head, *failures = test.lines()
     assert report.lines == [f"reward     {head}", *(f"           {line}" for line in failures)]
@@ -157,7 +157,7 @@ class PartlyFailing(Task):
 
 @pytest.mark.parametrize(("failed", "silent"), [(0, 0), (1, 0), (3, 1)])
 def test_rewards_that_fail_in_the_sample_are_counted_and_the_first_is_shown(failed: int, silent: int) -> None:
-    config, report = config_of(prompts=2), Report()
+    config, report = config_of(prompts=2), PreflightReport()
     report_sample(config, PartlyFailing(failed), sampler_of(model_of(), limit=4), report)
     expected = [f"{failed} rewards failed. The first: reward 0 failed"] if failed else []
     assert [warning for warning in report.warnings if "failed" in warning] == expected

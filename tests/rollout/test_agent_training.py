@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ascent.api import resume, start
-from ascent.build.assemble import Parts, assemble
+from ascent.build.assemble import RunParts, assemble
 from ascent.core.errors import ConfigError, RunError
 from ascent.core.loop import score_rollouts
 from ascent.core.metric_names import MISMATCH
@@ -89,7 +89,7 @@ def config(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return make
 
 
-def drawn(parts: Parts, greedy: bool = False) -> Any:
+def drawn(parts: RunParts, greedy: bool = False) -> Any:
     parts.engine.load(parts.learner.params(), 3)
     prompts = parts.task.draw(2, torch.Generator().manual_seed(0))
     return parts.engine.generate(prompts, 3, greedy, seed=5)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ascent
-from ascent.build.backend import Report
+from ascent.build.backend import PreflightReport
 from ascent.build.backends import BACKENDS
 from ascent.build.preflight import report_episodes
 from ascent.build.trained_run import Run
@@ -190,7 +190,7 @@ def test_turns_that_a_limit_cut_off_are_noted_and_counted_and_so_are_seconds(tal
 def test_the_preflight_says_what_it_saw_of_the_episodes(talk: Any, place: Path) -> None:
     (batch, _), _ = talk
     cut = int(batch.measures[..., batch.measure_names.index("turns/cut")].sum())
-    report = Report()
+    report = PreflightReport()
     report_episodes(batch, task_of(place, "Talk"), report)
     assert report.lines[0].startswith(f"episodes   12 played: 3.0 turns on average, 3 to 3; {cut} of 36 turns cut off")
     assert bool(report.warnings) == (cut > 18)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from ascent.build.backend import Report
+from ascent.build.backend import PreflightReport
 from ascent.build.preflight import report_update
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Batch
@@ -209,7 +209,7 @@ def test_a_response_that_does_not_fit_computes_its_layers_twice(monkeypatch: pyt
 )
 def test_the_preflight_says_how_an_update_is_cut(plan: MicroBatchPlan, words: list[str]) -> None:
     """At the limits: 2 prompts of 60 tokens with 4 responses of 100, which are 460 tokens each."""
-    task, lm, report = SimpleNamespace(max_prompt=60, room=100), one_model("Llama"), Report()
+    task, lm, report = SimpleNamespace(max_prompt=60, room=100), one_model("Llama"), PreflightReport()
     config: Any = SimpleNamespace(task=task, prompts=2, samples=4, minibatches=1)
     report_update(config, SimpleNamespace(plan=plan, whole_lm=lm), report)  # type: ignore[arg-type]
     for each in words:
