@@ -28,7 +28,7 @@ class RankSettings:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides a run's numbers, and how it is recorded."""
+    """All settings of a run: those that determine its results, and how it is recorded."""
 
     task: Any
     """Where prompts and rewards come from."""
@@ -39,31 +39,31 @@ class Config:
     steps: int = 100
     """Rollout batches in the run."""
     data_epochs: float | None = None
-    """Passes over the task's rows, in place of --steps: as many steps as it takes."""
+    """Epochs over the task's rows; sets --steps."""
     prompts: int = 64
     """Prompts per step."""
     samples: int = 8
     """Responses per prompt: G, the size of a group."""
     ahead: int = 0
-    """Steps by which sampling may run ahead of training: a token may then be drawn by a policy so many updates old."""
+    """Maximum staleness: steps by which rollouts may be generated ahead of training."""
     epochs: int = 1
-    """Passes over a rollout batch before new rollouts."""
+    """Epochs over a rollout batch."""
     minibatches: int = 1
-    """Optimizer updates in one pass."""
+    """Optimizer steps per epoch over a rollout batch."""
     micro_batch: int = 0
-    """Tokens in one forward pass, prompts counted; 0: what fits. Memory only: it never changes a gradient."""
+    """Tokens per forward pass, prompts included; 0: what fits. It affects memory, never the gradient."""
     temperature: float = 1.0
-    """Sampling temperature; the sampler's and the learner's log-probs both use it."""
+    """Sampling temperature, also of the log-probs of engine and learner."""
     top_k: int = 0
     """Sample from the k most likely tokens only; 0: from all. Language models only, like --top-p and --min-p."""
     top_p: float = 1.0
-    """Sample from the most likely tokens that make up this probability mass."""
+    """Sample from the smallest set of most likely tokens with this probability mass."""
     min_p: float = 0.0
-    """Sample from tokens at least this share as likely as the most likely one."""
+    """Sample from tokens whose probability is at least this fraction of the highest one."""
     old_logp: Literal["auto", "sampler", "learner"] = "auto"
-    """Where logp_old comes from: the sampler or the learner. auto: the learner if rounding would change the ratio."""
+    """Source of logp_old: the engine or the learner. auto: the learner if rounding would change the ratio."""
     seed: int = 0
-    """Decides every random number of the run."""
+    """Seed of all random numbers of the run."""
     init: str | None = None
     """A run, or a folder with params.safetensors, to start from. None: random parameters."""
     eval_every: int = 10
@@ -81,7 +81,7 @@ class Config:
     record_rollouts: str = "4"
     """Groups to record in such a step; `all`: every group of every step; `none`: nothing, and no held-out answers."""
     max_reward_errors: float = 0.1
-    """Share of a step's rewards that may fail before the run stops."""
+    """Fraction of a step's rewards that may fail before the run stops."""
     max_mismatch: float = 0.3
     """The run stops when the log-probs of sampler and learner differ by more than this on average."""
     track: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ class Config:
                 f"{self.minibatches}: its region is around the policy that sampled, so set both to 1"
             )
         if self.old_logp == "auto" and ("logp_old" in self.algorithm.needs or self.task.has_environment):
-            # A correction weighs the gap between the two. Who is decoded beside whom depends on who answers first.
+            # A correction measures the gap between the two. With environments, the rounding depends on arrival times.
             object.__setattr__(self, "old_logp", "learner")
         if self.old_logp == "sampler" and "logp_old" in self.algorithm.needs:
             axis = "correction" if self.algorithm.correction.enabled else "advantage"
@@ -135,7 +135,7 @@ class Config:
             )
 
     def _check_ahead(self) -> None:
-        """Refuse to sample ahead where nothing would weigh that older policies drew the tokens."""
+        """Raise a ConfigError for --ahead if nothing corrects or bounds the staleness of the tokens."""
         algorithm, set_it = self.algorithm, "Set --correction truncated (with --old-logp learner)"
         if self.data != "samples":
             raise ConfigError(
@@ -153,11 +153,11 @@ class Config:
 
     @property
     def data(self) -> str:
-        """What the run learns from: the task's own offline data, or what the loss asks of a task that scores."""
+        """Return the kind of training data: that of the task, or for a task that scores, that of the loss."""
         return self.task.data if self.task.data != "samples" else self.algorithm.loss.data
 
     def to_dict(self) -> dict[str, Any]:
-        """Every setting, resolved; `settings.flatten` reads it back."""
+        """Return every setting, resolved; `settings.flatten` reads it back."""
         axes = {axis: to_dict(getattr(self.algorithm, axis)) for axis in MENU}
         choices = {name: to_dict(getattr(self, name)) for name in ("task", "policy")} | axes
         skip = (*choices, "ranks", "algorithm")

@@ -1,11 +1,11 @@
-"""Importance weights between the sampler that drew the tokens and the policy that trains on them.
+"""Importance weights between the sampling policy and the policy that is trained.
 
     w_t = exp(logp_old_t − logp_sampler_t) · m_t
 
-m_t is the probability that top-p or top-k kept at that token: what was really drawn there has
-log-probability logp_sampler − log m. A constant factor on the surrogate. Two things make the policies
-differ, and both are always measured, apart from one another: the mismatch is the gap between two engines
-with one version of the parameters (kernels, precisions), and the lag is that between two versions.
+m_t is the probability mass kept by top-k, top-p and min-p: the token was sampled with log-prob logp_sampler − log m.
+The weight is a constant factor on the surrogate. The policies differ for two reasons, which are measured separately:
+mismatch is the gap between engine and trainer at one policy version (kernels, precision), and lag the gap between
+two versions.
 """
 
 import math
@@ -25,7 +25,7 @@ Level = Literal["token", "sequence"]
 
 
 def log_weight(logp: PerToken, batch: Batch) -> PerToken:
-    """log w at each token, 0 where nothing counts."""
+    """Return log w at each token, 0 outside the loss mask."""
     log_w = logp - batch.logp_sampler
     if batch.kept_mass is not None:
         log_w = log_w + batch.kept_mass.log()
@@ -39,7 +39,7 @@ def _weight(batch: Batch, level: Level) -> Factor:
 
 
 def mismatch(logp: PerToken, batch: Batch, version: int | None = None) -> dict[str, Tensor]:
-    """How far the trainer's log-probs are from the sampler's, measured before any update.
+    """Measure the gap between the log-probs of trainer and sampler, before any update.
 
     The mean and largest |logp − logp_sampler| of the tokens that this version drew (None: of all), the effective
     sample size (Σw)²/Σw² as a share of all tokens, and KL(sampler ‖ trainer) as the mean of k3 over them. Where
@@ -68,7 +68,7 @@ def mismatch(logp: PerToken, batch: Batch, version: int | None = None) -> dict[s
 
 
 class Correction:
-    """A factor on the surrogate: called with a batch, it returns one per token or per response, or none."""
+    """A factor on the surrogate: called with a batch, it returns one per token or per response, or None."""
 
     enabled: ClassVar[bool] = False
     level: Level = "token"
@@ -79,7 +79,7 @@ class Correction:
         return None
 
     def rejected(self, batch: Batch) -> Bool[Tensor, "prompt sample"]:
-        """The responses that are not trained on: |mean log w_t| > log g."""
+        """Return the responses that are not trained on: |mean log w_t| > log g."""
         assert batch.logp_old is not None and self.geometric is not None
         mean = log_weight(batch.logp_old, batch).sum(-1) / batch.loss_mask.sum(-1).clamp(min=1)
         return mean.abs() > math.log(self.geometric)
@@ -87,12 +87,12 @@ class Correction:
 
 @dataclass(frozen=True)
 class NoCorrection(Correction):
-    """Sampler and trainer are taken to be the same policy; the mismatch is measured all the same."""
+    """No importance weights: the mismatch is measured but not corrected."""
 
 
 @dataclass(frozen=True)
 class Weighted(Correction):
-    """What the corrections share: the mean of the weights, and the rejection of whole responses."""
+    """Base class of corrections: normalization of the weights and rejection of whole responses."""
 
     level: Level = "token"
     """One weight per token, or their product over the response."""
@@ -103,7 +103,7 @@ class Weighted(Correction):
     enabled = True
 
     def scaled(self, w: Factor, batch: Batch) -> Factor:
-        """The weights, over their mean if they are normalized."""
+        """Return the weights, divided by their mean if they are normalized."""
         mask = batch.loss_mask if self.level == "token" else batch.loss_mask.any(-1, keepdim=True)
         mean = torch.where(mask, w, 0.0).sum() / mask.sum()
         return w / mean if self.normalized and mean > 0 else w

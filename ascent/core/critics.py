@@ -13,15 +13,15 @@ from ascent.core.types import Batch
 from ascent.core.update import Adam, Schedule
 
 VALUE_SUMS = ("value/loss", "value/clip_ratio")
-"""The metrics of what a critic's loss returns."""
+"""The metrics that `Critic.loss` returns."""
 
 
 class Critic:
-    """A value function, or none: called with the learner after each update of the policy, it is trained."""
+    """A value function, or none: called with the learner after each policy update, it trains its value function."""
 
     enabled: ClassVar[bool] = False
     shared: ClassVar[bool] = False
-    """Does it share the policy's backbone? Then it is trained in the policy's own update."""
+    """Whether it shares the policy's backbone; it is then trained in the policy's update."""
     coef: float = 0.0  # of its loss in the policy's objective
     clip: float | None = None
     update: Adam | None = None  # how its own steps are taken
@@ -34,8 +34,8 @@ class Critic:
         """Return the loss and the number of clipped tokens, both summed over the loss mask."""
         assert mini.returns is not None and mini.value is not None
         V, old, clip = value[..., :-1], mini.value[..., :-1], torch.inf if self.clip is None else self.clip
-        free, held = (V - mini.returns) ** 2, (V.clamp(old - clip, old + clip) - mini.returns) ** 2
-        parts = 0.5 * torch.maximum(free, held), (held > free).to(free.dtype)
+        unclipped, clipped = (V - mini.returns) ** 2, (V.clamp(old - clip, old + clip) - mini.returns) ** 2
+        parts = 0.5 * torch.maximum(unclipped, clipped), (clipped > unclipped).to(V.dtype)
         return torch.stack([torch.where(mini.loss_mask, part, 0.0).sum() for part in parts])
 
     def measure(self, batch: Batch) -> dict[str, Tensor]:
@@ -72,9 +72,9 @@ class OwnCritic(Critic):
     max_norm: float | None = None
     """Largest norm of its gradient; larger gradients are scaled down. None: no limit."""
     schedule: Schedule = "constant"
-    """What its rate does after the warm-up: stay, or fall to 0 over the run."""
+    """Learning rate after the warm-up: constant, or decaying to 0 over the run."""
     warmup: float = 0.0
-    """Share of the run over which its rate rises from 0."""
+    """Fraction of the run over which its rate rises from 0."""
     enabled = True
 
     def __post_init__(self) -> None:
@@ -88,8 +88,8 @@ class OwnCritic(Critic):
 
     def __call__(self, learner: Learner, mini: Batch) -> dict[str, Tensor]:
         sums, norms = zip(*(learner.fit_critic(mini, self.loss) for _ in range(self.steps)), strict=True)
-        found = dict(zip(VALUE_SUMS, sums[0].flatten(), strict=False))
-        return found | {"value/grad_norm": torch.stack(norms).max() * mini.tokens}
+        metrics = dict(zip(VALUE_SUMS, sums[0].flatten(), strict=False))
+        return metrics | {"value/grad_norm": torch.stack(norms).max() * mini.tokens}
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """Bad input, found before any work was done: what was given, why it cannot be, what to set."""
+    """Invalid input, found before any work: what was given, why it cannot work, and what to set."""
 
 
 class RunError(RuntimeError):
-    """A run that had to stop: what happened, where its last good state is, what to change."""
+    """A failed run: what happened, where its last good state is, and what to change."""

@@ -9,7 +9,7 @@ from ascent.core.errors import ConfigError
 
 
 class Exploration:
-    """A bonus: called with the share of the run that is over, it returns the entropy's coefficient."""
+    """An entropy bonus: called with the finished fraction of the run, it returns the entropy coefficient."""
 
     def __call__(self, progress: float) -> float:
         return 0.0
@@ -49,7 +49,7 @@ class Annealed(Exploration):
     end: float = 0.0
     """c from `until` on."""
     until: float = 0.9
-    """The share of the run after which c stays at `end`."""
+    """The fraction of the run after which c stays at `end`."""
 
     def __post_init__(self) -> None:
         if not 0 < self.until <= 1:

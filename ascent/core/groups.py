@@ -12,14 +12,14 @@ from ascent.core.types import Batch
 
 
 def groups_without_signal(batch: Batch) -> Bool[Tensor, "prompt"]:
-    """Groups whose rewards from the task are all equal, or that have no reward."""
+    """Return the groups whose rewards from the task are all equal, or that have no reward."""
     total = batch.reward.sum(-1, keepdim=True)
     return all_equal(total, batch.valid.unsqueeze(-1)).flatten()
 
 
 @dataclass(frozen=True)
 class Groups:
-    """A choice of groups: called with a batch, it says which to keep; the rest are drawn again."""
+    """A selection of groups: called with a batch, it returns those to train on; others are sampled again."""
 
     mask_truncated: bool = field(default=False, kw_only=True)
     """Do not train on truncated responses; their rewards stay in their groups (DAPO's overlong filtering)."""
@@ -45,18 +45,18 @@ class WithSignal(Groups):
     """
 
     rounds: int = 4
-    """Maximum number of draws per step."""
+    """Maximum number of sampling rounds per step."""
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
-            raise ConfigError(f"--groups.rounds is {self.rounds}: at least one draw is needed")
+            raise ConfigError(f"--groups.rounds is {self.rounds}: at least one round is needed")
 
     def __call__(self, batch: Batch) -> Bool[Tensor, "prompt"]:
         return ~groups_without_signal(batch)
 
 
 class Shaping:
-    """A second reward: called with a batch, it returns what to add to each response's, or nothing."""
+    """A reward of length: called with a batch, it returns what to add to each reward, or None."""
 
     def __call__(self, batch: Batch) -> Float[Tensor, "prompt sample 1"] | None:
         return None

@@ -1,7 +1,6 @@
-"""The menu as names: every choice is a class, and its name is the class name in kebab case.
+"""Names of choices: every choice is a class, and its name is the class name in kebab case.
 
-There is no registry and there are no decorators. A menu is a plain tuple at the end of the file that defines its
-choices. Here choices are only named.
+A menu is a plain tuple at the end of the file that defines its choices; there is no registry.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ def name_of(choice: object) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for a misspelled name, or nothing."""
+    """Return a hint for a misspelled name, or an empty string."""
     matches = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {matches[0]}?" if matches else ""
 

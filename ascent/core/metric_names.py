@@ -1,6 +1,6 @@
-"""Names of metrics that several rooms read. Importing it does not import torch."""
+"""Names of metrics that several packages read. Importing it does not import torch."""
 
 MISMATCH = "sampling/sampling_logp_difference/mean"
-"""How far the trainer's log-probs are from the sampler's: TRL's name for it."""
+"""Mean difference between the log-probs of trainer and sampler, under TRL's name."""
 LAG = "sampling/lag"
-"""How many updates ago the trained tokens were drawn, on average."""
+"""Mean number of updates since the trained tokens were sampled."""

@@ -1,7 +1,4 @@
-"""The reference policy of the KL: when it is made, and how it moves.
-
-The learner keeps the reference beside its policy; a choice only says when to renew it.
-"""
+"""The reference policy of the KL, and when it is updated. The learner holds its parameters."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,12 +8,12 @@ from ascent.core.protocols import Learner
 
 
 class Reference:
-    """A policy to measure the KL to: called with the learner after each step, it may renew it."""
+    """A reference policy: called with the learner after each step, it may update the reference."""
 
     enabled: ClassVar[bool] = True
-    """Is there a reference at all?"""
+    """Whether there is a reference policy."""
     averages: ClassVar[bool] = False
-    """Does it follow the policy's updates, so that a step without one leaves it where it is?"""
+    """Whether it averages the policy's updates, so that a step without an update does not change it."""
 
     def __call__(self, learner: Learner, step: int) -> None:
         return None
@@ -42,7 +39,7 @@ class Every(Reference):
     """
 
     n: int = 10
-    """Steps between two renewals."""
+    """Steps between two updates of the reference."""
 
     def __post_init__(self) -> None:
         if self.n < 1:

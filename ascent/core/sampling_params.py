@@ -1,4 +1,4 @@
-"""Parameters of sampling: which tokens may be drawn."""
+"""Sampling parameters: which tokens may be sampled."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ from ascent.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Which tokens may be drawn: the likeliest k, those that make up a mass p, those near the likeliest.
+    """Top-k, top-p and min-p truncation, and a minimum length.
 
-    No end token is drawn among the first `min_tokens`; the others are then measured by what is left.
+    Before `min_tokens` tokens no end token is sampled, and the probabilities of the others are renormalized.
     """
 
     top_k: int = 0
@@ -32,7 +32,7 @@ class SamplingParams:
         return self == SamplingParams()
 
     def allowed_tokens(self, p: Tensor) -> Tensor:
-        """Which tokens of each row `[row vocab]` may be drawn; the likeliest always may."""
+        """Return the mask of tokens that may be sampled, `[row vocab]`; the most likely token always may."""
         if self.top_k == 0 and self.top_p == 1.0 and self.min_p == 0.0:
             return p > 0
         ordered, index = p.sort(-1, descending=True)

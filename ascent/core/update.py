@@ -17,22 +17,22 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 
 def global_norm(gradients: list[Tensor]) -> Tensor:
-    """‖g‖ over all of them together."""
+    """Return the norm of all gradients together."""
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
 
 class Update:
-    """A way to step: called with the learner, a mini-batch and an objective, it moves the parameters."""
+    """An update rule: called with the learner, a mini-batch and an objective, it updates the parameters."""
 
     full_batch: ClassVar[bool] = False
-    """Does it take the whole rollout batch, in one update?"""
+    """Whether it needs the whole rollout batch, in one update."""
 
     def optimizer(self, parameters: list[Tensor]) -> torch.optim.Optimizer | None:
-        """What the learner keeps between steps for it."""
+        """Return the optimizer that the learner holds for it."""
         return None
 
     def __call__(self, learner: Learner, mini: Batch, objective: Objective) -> tuple[Terms, dict[str, Tensor]]:
-        """Take the step; return the objective's terms before it, and what to report: `grad_norm` and more."""
+        """Take the step; return the objective's terms before it, and metrics such as `grad_norm`."""
         raise NotImplementedError
 
 
@@ -48,9 +48,9 @@ class Adam(Update):
     lr: float = 1e-3
     """Highest learning rate of the schedule."""
     schedule: Schedule = "constant"
-    """What the rate does after the warm-up: stay, or fall to 0 over the run."""
+    """Learning rate after the warm-up: constant, or decaying to 0 over the run."""
     warmup: float = 0.0
-    """Share of the run over which the rate rises from 0."""
+    """Fraction of the run over which the rate rises from 0."""
     beta1: float = 0.9
     """Decay of the gradient's mean."""
     beta2: float = 0.999
@@ -79,7 +79,7 @@ class Adam(Update):
         return torch.optim.AdamW(parameters, lr=self.lr, betas=betas, eps=self.eps, weight_decay=decay, fused=True)
 
     def rate(self, progress: float) -> float:
-        """The learning rate after this share of the run."""
+        """Return the learning rate at this fraction of the run."""
         if progress < self.warmup:
             return self.lr * progress / self.warmup
         left = 1 - (progress - self.warmup) / (1 - self.warmup)
@@ -95,9 +95,9 @@ class Adam(Update):
         return terms, {"grad_norm": self.step(learner.optimizer, mini.progress)}
 
     def step(self, optimizer: torch.optim.Optimizer, progress: float) -> Tensor:
-        """The optimizer's step at the rate of this share of the run; returns the gradient's norm before clipping."""
+        """Step the optimizer at this fraction of the run; return the gradient's norm before clipping."""
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = getattr(optimizer, "norm", global_norm)(gradients)  # its own, where each rank has a part of them
+        norm = getattr(optimizer, "norm", global_norm)(gradients)  # a sharded optimizer sums over ranks
         if self.max_norm is not None:
             getattr(optimizer, "scale", torch._foreach_mul_)(gradients, (self.max_norm / (norm + 1e-6)).clamp(max=1.0))
         for group in optimizer.param_groups:
@@ -118,7 +118,7 @@ def plus(x: Vector, scale: float, y: Vector) -> Vector:
 
 
 def conjugate_gradients(product: Callable[[Vector], Vector], g: Vector, iterations: int) -> Vector:
-    """s with A s ≈ g for a positive definite A, known by its products (Hestenes and Stiefel 1952)."""
+    """Solve A s = g for a positive definite A, given v ↦ A·v (Hestenes and Stiefel 1952)."""
     s: Vector = [torch.zeros_like(x) for x in g]
     residual = direction = g
     size = start = dot(g, g)
@@ -152,11 +152,11 @@ class TrustRegion(Update):
     iterations: int = 5
     """Maximum number of conjugate-gradient iterations."""
     fisher_tokens: int = 500
-    """F is computed from about this many tokens, spread over the batch; KL and gain from all. 0: all."""
+    """Number of tokens, spread over the batch, from which F is computed; KL and gain use all. 0: all."""
     backtracks: int = 20
-    """How often a failed step is shortened before it is given up."""
+    """Maximum number of times that a step is shortened."""
     shrink: float = 0.7
-    """Factor on a step that gained nothing. A step whose KL is above Δ is shortened according to its KL."""
+    """Factor on a step that does not improve the objective. One whose KL exceeds Δ is shortened according to its KL."""
     full_batch = True
 
     def __post_init__(self) -> None:
@@ -168,33 +168,33 @@ class TrustRegion(Update):
         terms = learner.gradient(mini, objective)
         g = [torch.zeros_like(p) if p.grad is None else -p.grad for p in learner.trainable()]
         norm = global_norm(g)
-        found = dict.fromkeys(("accepted", "scale", "kl", "gain", "expected_gain", "too_far", "no_gain"), 0.0)
+        report = dict.fromkeys(("accepted", "scale", "kl", "gain", "expected_gain", "too_far", "no_gain"), 0.0)
         if math.isfinite(norm) and norm > 0:
-            every = max(1, round(mini.tokens / (self.fisher_tokens or mini.tokens)))
-            product = learner.fisher_product(mini.select(slice(None, None, every)))
-            s = conjugate_gradients(lambda v: plus(product(v), self.damping, v), g, self.iterations)
-            curvature = dot(s, product(s))
+            stride = max(1, round(mini.tokens / (self.fisher_tokens or mini.tokens)))
+            fisher = learner.fisher_product(mini.select(slice(None, None, stride)))
+            s = conjugate_gradients(lambda v: plus(fisher(v), self.damping, v), g, self.iterations)
+            curvature = dot(s, fisher(s))
             if curvature > 0:
                 step = [math.sqrt(2 * self.delta / curvature) * x for x in s]
-                found |= self.search(learner, mini, objective, terms.objective, step)
-                found["expected_gain"] = found["scale"] * dot(g, step)
-        return terms, {"grad_norm": norm} | {f"trust_region/{k}": torch.tensor(v) for k, v in found.items()}
+                report |= self.search(learner, mini, objective, terms.objective, step)
+                report["expected_gain"] = report["scale"] * dot(g, step)
+        return terms, {"grad_norm": norm} | {f"trust_region/{k}": torch.tensor(v) for k, v in report.items()}
 
     def search(self, learner: Learner, mini: Batch, objective: Objective, before: Tensor, step: Vector) -> dict:
         """Shorten the step until KL ≤ Δ and the objective rises; count the trials that failed either test."""
         old, scale = [p.detach().clone() for p in learner.trainable()], 1.0
-        why = {"too_far": 0.0, "no_gain": 0.0}
+        failures = {"too_far": 0.0, "no_gain": 0.0}
         for _ in range(self.backtracks + 1):
             learner.set_trainable(plus(old, scale, step))
             kl = float(learner.kl_from(mini, old))
             gain = float(learner.evaluate_objective(mini, objective) - before) if kl <= self.delta else math.nan
             if gain > 0:
-                return {"accepted": 1.0, "scale": scale, "kl": kl, "gain": gain, **why}
-            why["no_gain" if kl <= self.delta else "too_far"] += 1
-            # The KL grows as the square of the scale, so one above Δ says how much too far the step went.
+                return {"accepted": 1.0, "scale": scale, "kl": kl, "gain": gain, **failures}
+            failures["no_gain" if kl <= self.delta else "too_far"] += 1
+            # The KL grows as the square of the scale, which gives the scale at which it would be Δ.
             scale *= max(0.1, 0.95 * math.sqrt(self.delta / kl)) if self.delta < kl < math.inf else self.shrink
         learner.set_trainable(old)
-        return why
+        return failures
 
 
 UPDATES = (Adam, TrustRegion)

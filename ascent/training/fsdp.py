@@ -213,7 +213,7 @@ class ShardedLearner(LanguageLearner):
             raise ConfigError(
                 "--policy.dtype float16 with shards: its gradients are not scaled. Set float32 or bfloat16"
             )
-        on = choice is not None and choice.on
+        on = choice is not None and choice.enabled
         if whole.device.type == "cuda" and whole.fuses:
             fuse_layers(whole.model)
         critic, step = (ShardedCritic(whole, choice.shared, ranks.world_size), choice.update) if on else (None, None)
