@@ -62,7 +62,7 @@ class Grading:
         self._outside = [source for source in outside if not partial or source in self.graders]
         self._rewards = task.rewards
         self._checked = any(reward.kind == OWN for reward in self._rewards)
-        together = {name for name, call in self._calls.items() if call.grouped or call.awaited}
+        together = {name for name, call in self._calls.items() if call.takes_group or call.is_async}
         self._alone = [(i, name) for i, name in enumerate(self._in_processes) if name not in together]
         """What is computed in processes for each response by itself: graders by their number, and their sources."""
 
@@ -74,7 +74,7 @@ class Grading:
             for grader, source in self._alone
             if source != OWN or self._checks(problem)
         ]
-        begun = self.pool.begin([[_job(grader, *responses[i])] for i, grader, _ in which])
+        begun = self.pool.submit([[_job(grader, *responses[i])] for i, grader, _ in which])
         early: list[Early] = [{} for _ in responses]
         for (i, _, source), call in zip(which, begun, strict=True):
             early[i][source] = call
@@ -101,7 +101,7 @@ class Grading:
 
         made = self.pool.run_calls([jobs(grader, part) for grader, _, part in places])
         made += [self._here[source](jobs(0, part)) for _, source, part in here]
-        waited = self.pool.results(list(begun.values()))
+        waited = self.pool.wait_for_results(list(begun.values()))
         outcomes: Outcomes = {place: answer for place, (answer,) in zip(begun, waited, strict=True)}
         for (_, source, part), answers in zip([*places, *here], made, strict=True):
             outcomes |= {(i, source): answer for i, answer in zip(part, answers, strict=True)}
@@ -111,9 +111,9 @@ class Grading:
 
     def _parts(self, call: RewardCall, responses: Sequence[tuple[Problem, str]]) -> list[list[int]]:
         """Which responses a function gets in one call: one; its whole group; or, if it is async, many."""
-        if call.grouped:
+        if call.takes_group:
             return [list(part) for _, part in groupby(range(len(responses)), key=lambda i: id(responses[i][0]))]
-        size = min(AT_ONCE, -(-len(responses) // self.workers)) if call.awaited else 1
+        size = min(AT_ONCE, -(-len(responses) // self.workers)) if call.is_async else 1
         return [
             list(range(first, min(first + size, len(responses)))) for first in range(0, len(responses), max(size, 1))
         ]
@@ -174,7 +174,7 @@ class InProcess:
     def __init__(self, call: RewardCall, seconds: float):
         self.call, self.seconds = call, seconds
         self.loop = new_event_loop(call)
-        self.thread = ThreadPoolExecutor(1, "ascent-reward") if call.awaited else None
+        self.thread = ThreadPoolExecutor(1, "ascent-reward") if call.is_async else None
 
     def __call__(self, jobs: Sequence[RewardJob]) -> list[RewardOutcome]:
         try:

@@ -118,12 +118,12 @@ def _describe(source: str, settings: SandboxSettings, changed: int) -> RewardCal
             described = job.ask({"describe": True})
             if "error" in described:
                 raise RewardCallError(str(described["error"])[:MAX_REASON_CHARS])
-            form, placed, names, required, awaited = described["call"]
+            form, positional, names, required, is_async = described["call"]
     except (JobEndedError, ValueError, KeyError, TypeError) as error:
         raise RewardCallError(f"its signature cannot be read: {error}") from None
     known = None if names is None else frozenset(map(str, names))
-    places = None if placed is None else tuple(map(str, placed))
-    return RewardCall(_refuse_call, tuple(map(str, form)), places, known, tuple(map(str, required)), bool(awaited))
+    places = None if positional is None else tuple(map(str, positional))
+    return RewardCall(_refuse_call, tuple(map(str, form)), places, known, tuple(map(str, required)), bool(is_async))
 
 
 def _refuse_call(*_: Any, **__: Any) -> Any:
@@ -154,7 +154,7 @@ def _answer(settings: dict[str, Any], question: dict[str, Any]) -> dict[str, Any
         call = parse_reward_signature(load_code(f"python:{settings['file']}:{settings['name']}"))
         if "describe" in question:
             names = None if call.names is None else sorted(call.names)
-            return {"call": [call.form, call.placed, names, call.required, call.awaited]}
+            return {"call": [call.form, call.positional, names, call.required, call.is_async]}
         jobs = [RewardJob(*job) for job in pickle.loads(base64.b64decode(question["jobs"]))]
         return {"answers": compute_rewards(call, jobs, new_event_loop(call), question["seconds"])}
     except BaseException as error:

@@ -22,11 +22,11 @@ from ascent.sandbox.sandboxed_reward import SandboxedReward, SandboxSettings
 from ascent.tasks.text.text_task import Problem
 
 ComputeAnswers = Callable[[Sequence[RewardJob], float], list[dict[str, Any]]]
-"""From jobs of one call, and the seconds that it may take, to an answer for each."""
+"""Maps the jobs of one call and its time limit to an answer for each job."""
 
 
 class RewardSpec(NamedTuple):
-    """What a process needs to compute a reward: where the code is, and a task's fields (None: a plain function)."""
+    """What a worker needs to compute a reward: where the code is, and the fields of a task (None: a function)."""
 
     source: str
     """python:FILE:NAME, or MODULE:NAME for what can be imported."""
@@ -34,18 +34,17 @@ class RewardSpec(NamedTuple):
     numbers: bool = False
     """A function of a small task: f(prompt, response) on lists of numbers."""
     sent: bytes | None = None
-    """The code itself, where it is an object of the parent's and lies in no file: pickled there, for this process
-    alone. It never comes from a run folder."""
+    """The pickled code, if it is an object of the owner without a file. It never comes from a run folder."""
     sandbox: tuple[Any, ...] | None = None
-    """Of sandbox:FILE:NAME: its `SandboxSettings`."""
+    """For sandbox:FILE:NAME: the fields of its `SandboxSettings`."""
 
 
 def serve_rewards(channel: Channel) -> None:
-    """Load the graders, and compute one call after the other."""
+    """Load the rewards, and compute one call after the other."""
     try:
-        graders, code = unpickle_line(channel.read_bytes())
+        specs, code = unpickle_line(channel.read_bytes())
         CODE.update(code)
-        calls = [_load(RewardSpec(*grader)) for grader in graders]
+        calls = [_load(RewardSpec(*spec)) for spec in specs]
     except ChannelClosedError:
         return
     except BaseException as error:
@@ -59,17 +58,17 @@ def serve_rewards(channel: Channel) -> None:
     answer_calls(channel, compute_answers)
 
 
-def _load(grader: RewardSpec) -> ComputeAnswers:
-    """The reward of python:FILE:NAME or MODULE:NAME, or what was sent: a function, or a task with these settings."""
-    if grader.sandbox is not None:
-        return SandboxedReward(grader.source, SandboxSettings(*grader.sandbox))
-    code = load_code(grader.source, grader.sent)
-    if grader.settings is not None:
-        task = object.__new__(code)  # its settings were checked by the parent: nothing is read or checked again
-        vars(task).update(grader.settings)
+def _load(spec: RewardSpec) -> ComputeAnswers:
+    """Load the reward of python:FILE:NAME or MODULE:NAME, or the code that was sent: a function or a task."""
+    if spec.sandbox is not None:
+        return SandboxedReward(spec.source, SandboxSettings(*spec.sandbox))
+    code = load_code(spec.source, spec.sent)
+    if spec.settings is not None:
+        task = object.__new__(code)  # the owner has checked its settings
+        vars(task).update(spec.settings)
         task.prepare()
         return functools.partial(_grade, task)
-    if grader.numbers:
+    if spec.numbers:
         return functools.partial(_numbers, code)
     call = parse_reward_signature(code)
     loop = new_event_loop(call)
@@ -85,7 +84,7 @@ def _numbers(function: Callable[..., Any], jobs: Sequence[RewardJob], _: float) 
 
 
 def _grade(task: Any, jobs: Sequence[RewardJob], _: float) -> list[dict[str, Any]]:
-    """The task's own check."""
+    """Grade a response by the task itself."""
     (job,) = jobs
     problem = Problem(job.prompt, job.answer, dict(job.columns))
     value, strict, lenient, reason = task.grade(problem, job.response)

@@ -1,12 +1,12 @@
-"""Rewards in processes that can be ended: whatever one does, the run continues and knows what happened.
+"""Compute rewards in worker processes, so that a reward that fails, hangs or crashes does not affect the run.
 
-A process computes one reward at a time, under limits of time and memory. One that hangs is killed with all that it
-started and replaced; one that dies is replaced; and each such reward becomes an error with its reason, never a 0. Every
-job has a number that nobody can guess, and a process that answers with another one is ended: no reward ever counts for
-another response. Where rewards are quick, a process is sent a few milliseconds' worth of them at once; if it dies or
-hangs, the one that it was at is the error, and the others are computed elsewhere.
+A worker computes one call at a time, under limits of time and memory. A worker that hangs is killed with all that it
+started and replaced; a worker that dies is replaced. Such a reward becomes an error with its reason, never a 0. Call
+numbers cannot be guessed, and a worker that answers with another number is ended, so a reward never counts for another
+response. If rewards are fast, a worker is sent a few milliseconds of calls at once; if it dies or hangs, its current
+call fails and the others are computed by another worker.
 
-Processes are started on first use, kept, and end with `close`, or with this process however it ends. All that they have
+Workers start on first use and are reused. They end with `close`, and with this process however it ends. All that they
 started ends with them (`ascent.processes.supervisor`). They see an allow-list of environment variables, and never
 import torch themselves.
 """
@@ -31,18 +31,18 @@ from ascent.processes.user_code import CODE
 from ascent.tasks.reward_worker import RewardSpec
 
 GROUP_GRACE_SECONDS = 1.0
-"""Seconds more that many jobs may take together: those that run at the same time have their own limits inside."""
+"""Additional time of a call with several jobs, each of which has its own time limit in the worker."""
 MAX_SECONDS_AHEAD, MAX_BYTES_AHEAD = 0.005, 1 << 15
-"""Seconds' worth of rewards that a process is sent at once, and bytes of them: it never waits to be read."""
+"""Limits of the calls that a worker is sent at once: their expected time, and their size."""
 FIELD_TYPES = {"value": float, "strict": bool, "lenient": bool, "reason": str, "error": str, "skipped": bool}
-"""The fields of an answer."""
+"""The fields of an answer and their types."""
 POLL_SECONDS = 0.5
-"""Seconds after which to look whether a silent process is still there."""
+"""Time between two checks of whether a silent worker is still running."""
 
 
 @dataclass(frozen=True)
 class RewardOutcome:
-    """What became of a reward: its value, or the error."""
+    """The result of a reward: its value, or an error."""
 
     value: float = 0.0
     strict: bool = False
@@ -50,44 +50,43 @@ class RewardOutcome:
     reason: str = ""
     error: str | None = None
     skipped: bool = False
-    """It is not for this row: the function returned None."""
+    """The function returned None: the reward does not apply to this row."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Of a task's rewards together: the value of each by its name, before its weight."""
+    """For the weighted sum of a task's rewards: the unweighted value of each, by name."""
 
     def __post_init__(self) -> None:
-        """Words of a reward or a judge are text from here on."""
         for name in ("reason", "error"):
-            if words := getattr(self, name):
-                object.__setattr__(self, name, replace_surrogates(words))
+            if text := getattr(self, name):
+                object.__setattr__(self, name, replace_surrogates(text))
 
 
 @dataclass(eq=False)
 class PendingCall:
-    """A call that a pool was handed: of one grader, on one job or on several that it takes together."""
+    """A call of a reward on one job, or on several that it takes together, and its outcomes."""
 
     jobs: Sequence[RewardJob]
     outcomes: list[RewardOutcome] | None = None
-    """Of each job, once they are there."""
-    again: bool = False
-    """Was it already sent to a process that answered something else?"""
+    """The outcome of each job, once the call has ended."""
+    is_retried: bool = False
+    """A worker has answered it with a wrong number before."""
 
     def fail(self, error: str) -> None:
-        """The same error for every job."""
+        """Set the same error for every job."""
         self.outcomes = [RewardOutcome(error=error)] * len(self.jobs)
 
 
 class RewardWorker(SupervisedProcess):
-    """A process that computes rewards, seen from outside."""
+    """A process that computes rewards, seen from its owner."""
 
-    def __init__(self, graders: bytes, limits: Limits):
+    def __init__(self, specs: bytes, limits: Limits):
         super().__init__("ascent.tasks.reward_worker:serve_rewards", limits)
         self.calls: deque[tuple[PendingCall, str, float]] = deque()
-        """Calls that it has to answer, in that order, with their numbers and time limits."""
+        """Calls that it has not answered, in order, with their numbers and time limits."""
         self.start, self.num_sent = 0.0, 0
         """When calls were last sent to it, and how many."""
         self.deadline = time.monotonic() + START_SECONDS
         self.is_ready = False
-        self.channel.send(graders)
+        self.channel.send(specs)
 
     def add_call(self, call: PendingCall, seconds: float) -> bytes:
         """Note a call that is about to be sent, and return its message."""
@@ -121,118 +120,118 @@ class RewardWorker(SupervisedProcess):
 
 
 class RewardWorkerPool:
-    """Grading processes for these graders.
+    """Worker processes for these rewards.
 
-    Calls are computed while somebody waits for them (`results`), or beside whatever else this process does (`begin`):
-    then a thread looks after the processes for as long as anything is open.
+    `run` computes calls while it waits for them. `submit` starts a thread that computes them in the background, for as
+    long as there are unfinished calls; `wait_for_results` waits for them.
     """
 
-    def __init__(self, graders: Sequence[RewardSpec], workers: int, limits: Limits):
-        self.graders = pickle_line(([tuple(grader) for grader in graders], CODE))
-        self.count, self.limits = workers, limits
+    def __init__(self, specs: Sequence[RewardSpec], workers: int, limits: Limits):
+        self.specs = pickle_line(([tuple(spec) for spec in specs], CODE))
+        self.num_workers, self.limits = workers, limits
         self.workers: list[RewardWorker] = []
         self.seconds_per_call: float | None = None
-        """Seconds of a call, as they were last."""
+        """Time of a call, measured last."""
         self._start()
         weakref.finalize(self, _end_all, self.workers, self.process)
 
     def _start(self) -> None:
         self.process = os.getpid()
         self.waiting: deque[PendingCall] = deque()
-        """Calls that no process has yet."""
-        self.lock = threading.Lock()
-        """Of whoever looks after the processes now."""
-        self.changing = threading.Lock()
-        """Of whoever hands calls over, or starts or ends the thread."""
+        """Calls that are not sent to a worker."""
+        self.worker_lock = threading.Lock()
+        """Held while workers are started, sent to, read or ended."""
+        self.queue_lock = threading.Lock()
+        """Held while calls are added, or the thread is started or ended."""
         self.thread: threading.Thread | None = None
-        self.news = threading.Condition()
-        """The thread has heard from a process."""
+        self.progress = threading.Condition()
+        """Notified when the thread has read from a worker."""
         self.wake_end, wait_end = socket.socketpair()
-        """Wakes the thread that waits for messages of the processes."""
+        """Wakes the thread that waits for messages of the workers."""
         self.wakeups = PolledChannel(wait_end)
         weakref.finalize(self, _close, self.wake_end, wait_end)
-        self.broken: str | None = None
+        self.start_error: str | None = None
 
     def run(self, jobs: Sequence[RewardJob]) -> list[RewardOutcome]:
-        """The outcome of every job, in their order."""
+        """Return the outcome of every job, in order."""
         return [outcome for (outcome,) in self.run_calls([[job] for job in jobs])]
 
     def run_calls(self, calls: Sequence[Sequence[RewardJob]]) -> list[list[RewardOutcome]]:
-        """The outcomes of calls, each of one grader on one job or on several that it takes together."""
-        return self.results(self._queue(calls, beside=False))
+        """Return the outcomes of calls, each of one reward on one job or on several that it takes together."""
+        return self.wait_for_results(self._queue(calls, in_background=False))
 
-    def begin(self, calls: Sequence[Sequence[RewardJob]]) -> list[PendingCall]:
-        """Let these be computed from now on, without waiting for them."""
-        return self._queue(calls, beside=True)
+    def submit(self, calls: Sequence[Sequence[RewardJob]]) -> list[PendingCall]:
+        """Start to compute these calls in the background."""
+        return self._queue(calls, in_background=True)
 
-    def _queue(self, calls: Sequence[Sequence[RewardJob]], beside: bool) -> list[PendingCall]:
-        if self.process != os.getpid():  # a fork of ours: the processes are its parent's, and so is the thread
+    def _queue(self, calls: Sequence[Sequence[RewardJob]], in_background: bool) -> list[PendingCall]:
+        if self.process != os.getpid():  # a fork: the workers and the thread belong to its parent
             self.workers[:] = []
             self._start()
-        begun = [PendingCall(jobs) for jobs in calls]
-        with self.changing:
-            self.waiting += begun
-            if beside and begun and self.thread is None:
-                self.thread = threading.Thread(target=self._look_after, name="ascent-rewards", daemon=True)
+        pending = [PendingCall(jobs) for jobs in calls]
+        with self.queue_lock:
+            self.waiting += pending
+            if in_background and pending and self.thread is None:
+                self.thread = threading.Thread(target=self._run_thread, name="ascent-rewards", daemon=True)
                 self.thread.start()
             elif self.thread is not None:
-                self._ring()
-        return begun
+                self._wake()
+        return pending
 
-    def results(self, begun: Sequence[PendingCall]) -> list[list[RewardOutcome]]:
-        """The outcomes of these calls, waited for."""
-        missing = list(begun)
+    def wait_for_results(self, pending: Sequence[PendingCall]) -> list[list[RewardOutcome]]:
+        """Wait for these calls and return their outcomes."""
+        unfinished = list(pending)
         try:
-            while missing := [call for call in missing if call.outcomes is None]:
+            while unfinished := [call for call in unfinished if call.outcomes is None]:
                 if self.thread is None:
-                    self._turn()
+                    self._advance()
                     continue
-                with self.news:
-                    if missing[-1].outcomes is None and self.thread is not None:
-                        self.news.wait(POLL_SECONDS)
-        finally:  # interrupted: what is still at work would answer the next call
-            self._give_up([call for call in missing if call.outcomes is None])
-        return [call.outcomes or [] for call in begun]
+                with self.progress:
+                    if unfinished[-1].outcomes is None and self.thread is not None:
+                        self.progress.wait(POLL_SECONDS)
+        finally:  # interrupted: a running call would answer the next one
+            self._cancel([call for call in unfinished if call.outcomes is None])
+        return [call.outcomes or [] for call in pending]
 
-    def _look_after(self) -> None:
-        """What the thread does: it ends when nothing is open. If it fails, whoever waits goes on, and fails alike."""
+    def _run_thread(self) -> None:
+        """Compute calls until none is left. If the thread fails, the caller continues and raises the same error."""
         try:
             while True:
-                self._turn()
-                with self.news:
-                    self.news.notify_all()
-                with self.changing:
-                    if not self._open():
+                self._advance()
+                with self.progress:
+                    self.progress.notify_all()
+                with self.queue_lock:
+                    if not self._has_open_calls():
                         self.thread = None
                         return
         except BaseException:
             self.thread = None
             raise
 
-    def _open(self) -> bool:
+    def _has_open_calls(self) -> bool:
         return bool(self.waiting) or any(worker.calls for worker in self.workers)
 
-    def _ring(self) -> None:
-        with suppress(OSError):  # it is ringing already
+    def _wake(self) -> None:
+        with suppress(OSError):  # the thread is already woken
             self.wake_end.send(b"!\n", socket.MSG_DONTWAIT)
 
-    def _turn(self) -> None:
-        """Hand out what waits, and take what comes."""
-        with self.lock:
-            self._hand_out()
+    def _advance(self) -> None:
+        """Send waiting calls to workers, and read replies."""
+        with self.worker_lock:
+            self._send_waiting()
             if any(worker.calls or not worker.is_ready for worker in self.workers):
                 self._collect()
-            if self.broken is not None:
-                lost, self.broken = f"no process can compute rewards: {self.broken}", None
+            if self.start_error is not None:
+                error, self.start_error = f"no process can compute rewards: {self.start_error}", None
                 for worker in [w for w in self.workers if w.calls]:
                     self._drop(worker)
                 while self.waiting:
-                    self.waiting.popleft().fail(lost)
+                    self.waiting.popleft().fail(error)
 
-    def _hand_out(self) -> None:
+    def _send_waiting(self) -> None:
         at_work = sum(len(worker.calls) for worker in self.workers)
-        while len(self.workers) < min(self.count, len(self.waiting) + at_work):
-            self.workers.append(RewardWorker(self.graders, self.limits))
+        while len(self.workers) < min(self.num_workers, len(self.waiting) + at_work):
+            self.workers.append(RewardWorker(self.specs, self.limits))
         for worker in [w for w in self.workers if w.is_ready and not w.calls]:
             lines, size = list[bytes](), 0
             max_calls = 1
@@ -271,7 +270,7 @@ class RewardWorkerPool:
         if not worker.is_ready:
             worker.is_ready = "ready" in reply
             if not worker.is_ready:
-                self.broken = reply.get("error", "it sent nothing")
+                self.start_error = reply.get("error", "it sent nothing")
                 self._drop(worker)
             return
         has_ended = reply.pop("ended", False)
@@ -280,9 +279,9 @@ class RewardWorkerPool:
         if not has_ended and reply.pop("number", None) != worker.calls[0][1]:
             # A thread or a child of an earlier reward has written it. This response may do better in another process.
             call = worker.calls[0][0]
-            if call.again:
+            if call.is_retried:
                 worker.pop_call().fail("its process sent an answer that is not the one to this response")
-            call.again = True
+            call.is_retried = True
             return self._drop(worker)
         reply.pop("seconds", None)
         call = worker.pop_call()
@@ -297,53 +296,53 @@ class RewardWorkerPool:
             self._drop(worker)
 
     def _drop(self, worker: RewardWorker) -> None:
-        """End it; what it was not yet at is computed elsewhere."""
+        """End a worker; calls that it has not started are computed by another one."""
         self.waiting.extendleft(call for call, *_ in reversed(worker.calls))
         self.workers.remove(worker)
         worker.end()
 
-    def _give_up(self, calls: Sequence[PendingCall]) -> None:
-        """Nobody waits for these any more: processes that are at them end."""
+    def _cancel(self, calls: Sequence[PendingCall]) -> None:
+        """Cancel these calls, and end the workers that compute them."""
         if not calls:
             return
-        self._ring()
-        left = set(calls)
-        with self.lock:
-            for worker in [w for w in self.workers if any(call in left for call, *_ in w.calls)]:
+        self._wake()
+        canceled = set(calls)
+        with self.worker_lock:
+            for worker in [w for w in self.workers if any(call in canceled for call, *_ in w.calls)]:
                 self._drop(worker)
-            with self.changing:
-                self.waiting = deque(call for call in self.waiting if call not in left)
+            with self.queue_lock:
+                self.waiting = deque(call for call in self.waiting if call not in canceled)
 
     def close(self) -> None:
-        """End all processes. What is open has failed."""
+        """End all workers. Unfinished calls fail."""
         if self.process != os.getpid():
             return
-        self._ring()
-        with self.lock, self.changing:
-            every = [*self.waiting, *(call for worker in self.workers for call, *_ in worker.calls)]
+        self._wake()
+        with self.worker_lock, self.queue_lock:
+            unfinished = [*self.waiting, *(call for worker in self.workers for call, *_ in worker.calls)]
             self.waiting.clear()
             _end_all(self.workers, self.process)
-            for call in every:
+            for call in unfinished:
                 call.fail("the processes that compute rewards were ended")
 
 
 def _outcomes(reply: Mapping[str, Any], count: int) -> list[RewardOutcome] | None:
-    """A reply as the outcomes of a call: the error of all, or an answer for each."""
+    """Return the outcomes in a reply: an error for all jobs, or an answer for each; None: it is not valid."""
     if reply.keys() == {"error"} and isinstance(reply["error"], str):
         return [RewardOutcome(error=reply["error"])] * count
     answers = reply.get("answers") if len(reply) == 1 else None
     if not isinstance(answers, list) or len(answers) != count:
         return None
-    made = [_outcome(answer) for answer in answers]
-    return None if None in made else [outcome for outcome in made if outcome is not None]
+    outcomes = [_outcome(answer) for answer in answers]
+    return None if None in outcomes else [outcome for outcome in outcomes if outcome is not None]
 
 
 def _outcome(reply: Any) -> RewardOutcome | None:
-    """An answer as an outcome, if it has the fields of one."""
+    """Return the outcome in an answer, if it is valid."""
     if not isinstance(reply, dict):
         return None
-    odd = any(type(value) is not FIELD_TYPES.get(name) for name, value in reply.items())
-    if odd or not reply.keys() & {"value", "error", "skipped"} or not math.isfinite(reply.get("value", 0.0)):
+    has_wrong_type = any(type(value) is not FIELD_TYPES.get(name) for name, value in reply.items())
+    if has_wrong_type or not reply.keys() & {"value", "error", "skipped"} or not math.isfinite(reply.get("value", 0.0)):
         return None
     return RewardOutcome(**reply)
 
@@ -354,5 +353,5 @@ def _close(*sockets: socket.socket) -> None:
 
 
 def _end_all(workers: list[RewardWorker], owner: int) -> None:
-    while workers and os.getpid() == owner:  # a fork has no say over them
+    while workers and os.getpid() == owner:  # a fork does not own them
         workers.pop().end()

@@ -89,10 +89,10 @@ def soon(state: Callable[[], Any]) -> None:
 
 def test_what_is_begun_is_computed_while_nobody_waits(own: Callable[[str], str], tmp_path: Path) -> None:
     with closing(RewardWorkerPool([RewardSpec(own("gate"))], 2, Limits(60.0))) as pool:
-        slow, quick = pool.begin(calls(tmp_path, "slow", "quick"))
+        slow, quick = pool.submit(calls(tmp_path, "slow", "quick"))
         put(tmp_path, "quick", 2)
         soon(lambda: quick.outcomes)
-        (more,) = pool.begin(calls(tmp_path, "more"))
+        (more,) = pool.submit(calls(tmp_path, "more"))
         put(tmp_path, "more", 3)
         soon(lambda: more.outcomes)
         assert slow.outcomes is None, "nobody has waited for it yet"
@@ -100,17 +100,21 @@ def test_what_is_begun_is_computed_while_nobody_waits(own: Callable[[str], str],
         assert pool.run_calls(calls(tmp_path, "now")) == [[RewardOutcome(4.0)]], "and a call beside it does not either"
         assert slow.outcomes is None
         put(tmp_path, "slow", 1)
-        assert pool.results([slow, more, quick]) == [[RewardOutcome(1.0)], [RewardOutcome(3.0)], [RewardOutcome(2.0)]]
+        assert pool.wait_for_results([slow, more, quick]) == [
+            [RewardOutcome(1.0)],
+            [RewardOutcome(3.0)],
+            [RewardOutcome(2.0)],
+        ]
         soon(lambda: pool.thread is None)
-        assert pool.results([slow]) == [[RewardOutcome(1.0)]], "it may be asked for again"
+        assert pool.wait_for_results([slow]) == [[RewardOutcome(1.0)]], "it may be asked for again"
 
 
 def test_rewards_that_fail_are_the_same_errors_when_they_are_begun_early(own: Callable[[str], str]) -> None:
     asked = ["a", "die", "bb", "raise", "die", "ccc", "raise", "dddd"] * 3
     with closing(RewardWorkerPool([RewardSpec(own("odd"))], 2, Limits(60.0))) as pool:
         pool.seconds_per_call = 1e-4
-        early = [outcome for call in asked for outcome in pool.begin(calls(Path(), call))]
-        found = [outcome for (outcome,) in pool.results(early)]
+        early = [outcome for call in asked for outcome in pool.submit(calls(Path(), call))]
+        found = [outcome for (outcome,) in pool.wait_for_results(early)]
         for response, outcome in zip(asked, found, strict=True):
             error = {"die": "exit status 3", "raise": "no reward"}.get(response)
             assert error in str(outcome.error) if error else outcome == RewardOutcome(float(len(response))), response
@@ -119,18 +123,18 @@ def test_rewards_that_fail_are_the_same_errors_when_they_are_begun_early(own: Ca
 
 def test_a_reward_that_hangs_is_ended_though_nobody_waits(own: Callable[[str], str], tmp_path: Path) -> None:
     with closing(RewardWorkerPool([RewardSpec(own("gate"))], 1, Limits(0.3))) as pool:
-        (hanging,) = pool.begin(calls(tmp_path, "never"))
+        (hanging,) = pool.submit(calls(tmp_path, "never"))
         soon(lambda: hanging.outcomes)
         assert "took longer than 0.3 s" in str(hanging.outcomes and hanging.outcomes[0].error)
 
 
 def test_a_pool_that_is_closed_leaves_neither_thread_nor_process(own: Callable[[str], str], tmp_path: Path) -> None:
     pool = RewardWorkerPool([RewardSpec(own("gate"))], 1, Limits(60.0))
-    begun = pool.begin(calls(tmp_path, "never", "nor this"))
+    begun = pool.submit(calls(tmp_path, "never", "nor this"))
     soon(lambda: pool.workers and pool.workers[0].calls)
     pids = [worker.process.pid for worker in pool.workers]
     pool.close()
-    assert all("were ended" in str(outcome.error) for (outcome,) in pool.results(begun))
+    assert all("were ended" in str(outcome.error) for (outcome,) in pool.wait_for_results(begun))
     soon(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     soon(lambda: "ascent-rewards" not in {thread.name for thread in threading.enumerate()})
 
@@ -143,10 +147,10 @@ def test_a_thread_that_fails_leaves_the_error_to_whoever_waits(
 
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     with closing(RewardWorkerPool([RewardSpec(own("gate"))], 1, Limits(60.0))) as pool:
-        monkeypatch.setattr(pool, "_hand_out", broken)
-        begun = pool.begin(calls(tmp_path, "never"))
+        monkeypatch.setattr(pool, "_send_waiting", broken)
+        begun = pool.submit(calls(tmp_path, "never"))
         with pytest.raises(OSError, match="no more processes"):
-            pool.results(begun)
+            pool.wait_for_results(begun)
 
 
 # ---- the decoders ---------------------------------------------------------------------------------
@@ -245,13 +249,13 @@ def test_a_run_has_the_same_numbers_with_and_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     begun: list[int] = []
-    begin = RewardWorkerPool.begin
+    begin = RewardWorkerPool.submit
 
     def counted(pool: RewardWorkerPool, some: Any) -> list[PendingCall]:
         begun.append(len(some))
         return begin(pool, some)
 
-    monkeypatch.setattr(RewardWorkerPool, "begin", counted)
+    monkeypatch.setattr(RewardWorkerPool, "submit", counted)
     reward = tuple(own(name) for name in names)
     early = train(tmp_path / "early", tiny_folder, reward, **more)
     assert sum(begun) > 10

@@ -112,8 +112,8 @@ def own_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 )
 def test_the_signature_says_how_a_function_is_called(code: str, form: tuple[str, ...], by_name: bool) -> None:
     call = parse_reward_signature(cell(code, ascent=ascent)["f"])
-    assert call.form == form and (call.placed is None) == by_name
-    assert call.awaited == code.startswith("async")
+    assert call.form == form and (call.positional is None) == by_name
+    assert call.is_async == code.startswith("async")
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,10 @@ def test_a_signature_that_says_nothing_is_refused(code: str, why: str) -> None:
 
 def test_columns_that_are_missing_or_could_be_a_place_are_refused() -> None:
     with pytest.raises(
-        RewardCallError, match="asks for solution, and the rows have no such column; there are: answer, level"
+        RewardCallError, match="asks for solution, and the rows have no such column; their columns: answer, level"
     ):
         parse_reward_signature(lambda completions, solution: 0).check_columns(["level"])
-    with pytest.raises(RewardCallError, match="its parameter level stands where the answer comes"):
+    with pytest.raises(RewardCallError, match="its parameter level is at the position of the answer"):
         parse_reward_signature(lambda prompt, response, level: 0).check_columns(["level"])
     parse_reward_signature(lambda completions, answer, level, **rest: 0).check_columns(["level"])
 
@@ -151,7 +151,7 @@ def jobs(count: int = 3, chat: bool = False) -> list[RewardJob]:
 
 def values(function: Any, many: list[RewardJob], seconds: float = 5.0) -> list[Any]:
     call = parse_reward_signature(function)
-    loop = asyncio.new_event_loop() if call.awaited else None
+    loop = asyncio.new_event_loop() if call.is_async else None
     answers = compute_rewards(call, many, loop, seconds)
     if loop is not None:
         loop.close()
@@ -921,7 +921,7 @@ def test_an_error_whose_words_are_broken() -> None:
         def __str__(self) -> str:
             raise KeyError("no words")
 
-    assert describe_error(MuteError()) == "MuteError, and KeyError when asked for its words"
+    assert describe_error(MuteError()) == "MuteError, and KeyError in its message"
 
 
 def test_an_error_in_this_process_is_that_of_every_response() -> None:
