@@ -1,11 +1,12 @@
-"""Decoding as captured CUDA graphs: one replay is one token of every running response, drawn and written down.
+"""Decode with captured CUDA graphs: one replay samples one token of every running sequence.
 
-All state lives on the card (step.py). The host enqueues a few replays, lets waiting responses into lanes that are
-free, and only then reads which responses had finished before: the card is never kept waiting for that answer, and a
-finished lane idles for at most two such rounds. On a CPU the same steps run without graphs, for the tests.
+All state of decoding is on the GPU (`DecodeState`). The host enqueues a few replays, schedules waiting sequences into
+free batch indices, and only then reads which sequences had finished before. So the GPU never waits for the host, and a
+finished sequence occupies its batch index for at most two such rounds. On a CPU the same steps run without graphs, for
+the tests.
 
-A prompt's last token is fed as the first of each of its responses. So a response's first token comes out of the same
-step as every other, and a prompt is encoded without its last token.
+The last token of a prompt is fed as the first token of each of its responses. So the first token of a response is
+sampled by the same decode step as all others, and a prompt is prefilled without its last token.
 """
 
 from __future__ import annotations
@@ -46,51 +47,50 @@ from ascent.ops.decode_state import (
 )
 
 GRAPH_BATCH_SIZES = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-"""Rows that graphs are captured for, besides all rows."""
+"""Batch sizes that graphs are captured for, besides the maximum batch size."""
 KV_CACHE_MEMORY_FRACTION = 0.25
-"""Of the free memory, what the pages may take: they stay there while the learner works."""
+"""Maximum share of the free GPU memory for KV-cache blocks, which stay allocated during training."""
 MAX_PREFILL_PROMPTS = 16
-"""Prompts that are encoded together: a forward pass over one takes as long."""
+"""Maximum number of new prompts prefilled in one forward pass."""
 MIN_SPLIT_KV_LENGTH = 512
-"""Keys from which on rows may be shared out."""
+"""Minimum length of the longest sequence for split-KV attention."""
 MAX_SPLIT_KV_ROWS, MIN_LENGTH_RATIO = 256, 1.5
-"""They are where there are fewer rows times heads than this, or where the longest is this many times the mean."""
+"""Split-KV attention is used below this many (sequence, KV head) pairs, or above this ratio of longest to mean."""
 STEPS_PER_LAUNCH = 4
-"""Steps between two looks at which responses have finished."""
+"""Decode steps between two checks for finished sequences."""
 PREFILL_BREAK_EVEN_STEPS = 6
-"""Steps that take as long as encoding what rows were given. If feeding it one by one keeps fewer busy, that is done."""
+"""Break-even, in decode steps, between prefilling observation tokens and feeding them one per step."""
 MAX_IDLE_FRACTION = 0.2
-"""Share of a call's time for which nobody ran, from which on the next one begins with half of its rows."""
+"""If the GPU idled for more than this share of a multi-turn call, the next call starts with half of its batch."""
 OBSERVATION_POLL_SECONDS, MAX_DELAY_SECONDS = 0.002, 0.05
-"""Seconds: answers that come no further apart are taken together, but none waits longer for others."""
+"""Observations that arrive within this interval of each other are prefilled together; the maximum delay for that."""
 REQUEST_POLL_SECONDS = 0.003
-"""The same, of requests: a server reads some of them while the others are on their way."""
-SLOW_RUNNER_NOTE = "rollouts take 20 to 40 times as long as on the fast path, which this model cannot take: {why}"
-"""What a run says that decodes without graphs; measured on an H200, with 135 million and 1.5 billion parameters."""
+"""The same interval for requests of clients, which arrive further apart."""
+SLOW_RUNNER_NOTE = "rollouts take 20 to 40 times as long as with CUDA graphs, which do not support this model: {why}"
+"""Note of a run without CUDA graphs. Measured on an H200 with 135 million and 1.5 billion parameters."""
 
 
 def cuda_graph_runner(lm: LanguageModel) -> tuple[CudaGraphRunner | None, str | None]:
-    """The decoder of this model, which all its samplers share; or None and why there is none."""
+    """Return the runner of a model, which all its engines share; or None and the reason why it is not supported."""
     if hasattr(lm, "cuda_graph_runner"):
         return lm.cuda_graph_runner, None  # type: ignore[return-value]
     if len(lm.ends) > MAX_STOP_TOKENS:
         return None, f"it has {len(lm.ends)} end tokens, and there is room for {MAX_STOP_TOKENS}"
     try:
-        decoder = CudaGraphRunner(lm)
-        gap, bound = decoder.hidden_error(), MAX_HIDDEN_ERROR.get(lm.model.dtype, 1e-3)
-    except UnsupportedArchitectureError as error:
-        return None, str(error)
-    if not gap < bound:
-        return None, f"its layers compute something that Llama's do not (hidden states would be {gap:.2g} off)"
-    lm.cuda_graph_runner = decoder  # type: ignore[assignment]
-    return decoder, None
+        runner = CudaGraphRunner(lm)
+        error, bound = runner.hidden_error(), MAX_HIDDEN_ERROR.get(lm.model.dtype, 1e-3)
+    except UnsupportedArchitectureError as unsupported:
+        return None, str(unsupported)
+    if not error < bound:
+        return None, f"its layers compute something that Llama's do not (relative error of hidden states: {error:.2g})"
+    lm.cuda_graph_runner = runner  # type: ignore[assignment]
+    return runner, None
 
 
 class CudaGraphRunner:
-    """Decodes all samples of all prompts, at most `rows` of them at once, for models like Llama.
+    """Runs models of the Llama family with CUDA graphs. It is called like `PagedRunner`.
 
-    Called as PagedRunner is; buffers and graphs outlive the call, and are made anew when a call needs more room or
-    the parameters have moved.
+    Buffers and graphs outlive a call. They are rebuilt when a call needs more room or the parameters have moved.
     """
 
     def __init__(self, lm: LanguageModel):
@@ -99,77 +99,79 @@ class CudaGraphRunner:
         self.model = DecoderModel.of(lm.model)
         self.parameters = list(lm.model.parameters())
         self.addresses = self._parameter_addresses()
-        """Of the parameters, when the model was looked through last."""
+        """Addresses of the parameters that `model` was built from."""
         plain = not self.on_gpu or lm.model.dtype == torch.float64
         self.ops = formulas if plain else load_kernels("triton_decoding") or formulas
         self.decode_state: DecodeState = None  # type: ignore[assignment]
-        """There from the first `prepare` on."""
+        """Allocated by `prepare`."""
         self.drop_graphs()
         self.current_batch_indices: list[int] = []
         self.memory_full = False
-        """There is no room for more pages."""
+        """Whether the KV cache cannot grow."""
         self.was_idle = False
-        """Did the latest call wait for environments with nothing to run?"""
+        """Whether the GPU idled during the last call because all sequences waited for observations."""
 
     def __call__(
         self,
         lm: LanguageModel,
         prompts: list[list[int]],
         samples: int,
-        rows: int,
-        drawn: GenerationState,
-        room: int = 0,
+        max_num_seqs: int,
+        generation: GenerationState,
+        cache_tokens: int = 0,
     ) -> DecodeLoop:
-        rows, keys = min(rows, len(drawn.lengths)), [len(p) - 1 for p in prompts]
-        long, longest = -(-drawn.max_tokens // BLOCK_SIZE), -(-max(keys, default=drawn.max_prompt_tokens) // BLOCK_SIZE)
-        slots = min(
-            len(prompts) or rows, 4 * -(-rows // samples) + MAX_PREFILL_PROMPTS
-        )  # prompts whose responses are under way
-        pages = self._num_blocks(rows * long + slots * longest, long + longest)
-        pages = min(pages, -(-room // BLOCK_SIZE)) if room else pages
-        self.prepare(rows, pages, -(-(long + longest) // 8) * 8, drawn.max_tokens)
-        self.decode_state.max_tokens.fill_(drawn.max_tokens)
-        self.decode_state.stop_tokens.copy_(
-            torch.cat([drawn.stop_tokens, torch.full((MAX_STOP_TOKENS - len(drawn.stop_tokens),), -1)])
+        max_num_seqs = min(max_num_seqs, len(generation.lengths))
+        prompt_lengths = [len(p) - 1 for p in prompts]
+        seq_blocks = -(-generation.max_tokens // BLOCK_SIZE)
+        prompt_blocks = -(-max(prompt_lengths, default=generation.max_prompt_tokens) // BLOCK_SIZE)
+        active_prompts = min(len(prompts) or max_num_seqs, 4 * -(-max_num_seqs // samples) + MAX_PREFILL_PROMPTS)
+        num_blocks = self._num_blocks(
+            max_num_seqs * seq_blocks + active_prompts * prompt_blocks, seq_blocks + prompt_blocks
         )
-        drawn.timeline.capacity = rows
-        schedule = Scheduler(
-            keys,
+        num_blocks = min(num_blocks, -(-cache_tokens // BLOCK_SIZE)) if cache_tokens else num_blocks
+        self.prepare(max_num_seqs, num_blocks, -(-(seq_blocks + prompt_blocks) // 8) * 8, generation.max_tokens)
+        state, stop_tokens = self.decode_state, generation.stop_tokens
+        state.max_tokens.fill_(generation.max_tokens)
+        state.stop_tokens.copy_(torch.cat([stop_tokens, torch.full((MAX_STOP_TOKENS - len(stop_tokens),), -1)]))
+        generation.timeline.capacity = max_num_seqs
+        scheduler = Scheduler(
+            prompt_lengths,
             samples,
-            rows,
-            drawn.max_tokens,
-            BlockManager(pages, BLOCK_SIZE),
+            max_num_seqs,
+            generation.max_tokens,
+            BlockManager(num_blocks, BLOCK_SIZE),
             MAX_PREFILL_PROMPTS,
-            started_lengths=drawn.started_lengths,
-            finished=drawn.already_finished,
+            started_lengths=generation.started_lengths,
+            finished=generation.already_finished,
         )
-        return DecodeLoop(self, prompts, schedule, drawn)
+        return DecodeLoop(self, prompts, scheduler, generation)
 
-    def _num_blocks(self, wanted: int, least: int) -> int:
-        """Pages for a call: all that it can need, or as many as fit. Where no more fit, the board stays as it is."""
-        have = 0 if self.decode_state is None else self.decode_state.capacity[1]
-        if have >= wanted or (self.memory_full and have >= least):
-            return min(wanted, have)
+    def _num_blocks(self, wanted: int, minimum: int) -> int:
+        """Return the number of blocks for a call: all that it can need, or as many as fit in memory."""
+        allocated = 0 if self.decode_state is None else self.decode_state.capacity[1]
+        if allocated >= wanted or (self.memory_full and allocated >= minimum):
+            return min(wanted, allocated)
         wanted += wanted // 8  # later prompts may be longer
         if self.on_gpu:
             self.decode_state = None  # type: ignore[assignment]
             self.drop_graphs()
-            own = torch.cuda.memory_allocated()
-            free = min(self.lm.limit, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()) - own
-            net = self.model
-            page = 2 * len(net.layers) * net.num_kv_heads * BLOCK_SIZE * net.head_dim * net.embedding.element_size()
-            most = int(KV_CACHE_MEMORY_FRACTION * free) // page
-            self.memory_full, wanted = most < wanted, max(least, min(wanted, most))
+            available = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+            free = min(self.lm.limit, available) - torch.cuda.memory_allocated()
+            model = self.model
+            head_bytes = BLOCK_SIZE * model.head_dim * model.embedding.element_size()
+            block_bytes = 2 * len(model.layers) * model.num_kv_heads * head_bytes
+            max_blocks = int(KV_CACHE_MEMORY_FRACTION * free) // block_bytes
+            self.memory_full, wanted = max_blocks < wanted, max(minimum, min(wanted, max_blocks))
         return wanted
 
     def drop_graphs(self) -> None:
-        """What was captured: buffers or parameters lie elsewhere now."""
+        """Drop all captured graphs, because buffers or parameters have moved."""
         self.graphs: dict[Any, Callable[[], None]] = {}
         size = parameter_count(self.lm.model)
         self.prefill_graphs = PrefillGraphs(CudaGraphs() if self.on_gpu else EagerGraphs(), int(MAX_GRAPH_WORK / size))
 
     def prepare(self, rows: int, pages: int, width: int, limit: int) -> None:
-        """Buffers with this much room, and parameters where the graphs expect them."""
+        """Allocate buffers of at least this size, and update `model` if the parameters have moved."""
         if (
             self.addresses == self._parameter_addresses()
         ):  # nothing has moved: the model need not be looked through again
@@ -198,45 +200,45 @@ class CudaGraphRunner:
 
     @property
     def prefill(self) -> PrefillModel:
-        """What encodes tokens that are given."""
+        """The model for prefills."""
         return PrefillModel(self.model, self.ops, self.tables, self.prefill_graphs)
 
-    def decode_step(self, rows: int, uneven: bool, support: SamplingParams, greedy: bool) -> None:
-        """The next token of the first `rows` rows."""
-        hidden = self.model.hidden(self.ops, self.decode_state, self.tables, rows, uneven)
-        self.ops.sample_next_tokens(self.model.head.logits(hidden), self.decode_state, support, greedy)
+    def decode_step(self, rows: int, split_kv: bool, params: SamplingParams, greedy: bool) -> None:
+        """Run a decode step on the first `rows` entries of `DecodeState.batch_indices`."""
+        hidden = self.model.hidden(self.ops, self.decode_state, self.tables, rows, split_kv)
+        self.ops.sample_next_tokens(self.model.head.logits(hidden), self.decode_state, params, greedy)
 
-    def get_graph(self, rows: int, support: SamplingParams, greedy: bool, uneven: bool = False) -> Callable[[], None]:
-        """A step as one launch; captured at its first use, with every row on the lane that is nobody's."""
-        run = partial(self.decode_step, rows, uneven, support, greedy)
-        key = (rows, uneven, support.min_tokens if greedy else support)
+    def get_graph(self, rows: int, params: SamplingParams, greedy: bool, split_kv: bool = False) -> Callable[[], None]:
+        """Return the graph of a decode step. It is captured at its first use, with all rows at the padding index."""
+        step = partial(self.decode_step, rows, split_kv, params, greedy)
+        key = (rows, split_kv, params.min_tokens if greedy else params)
         if key not in self.graphs:
             self.decode_state.batch_indices.fill_(self.decode_state.max_num_seqs)
             self.current_batch_indices = []
-            self.prefill_graphs.graphs.warm_up(run)
-            self.graphs[key] = self.prefill_graphs.graphs.capture(run)
+            self.prefill_graphs.graphs.warm_up(step)
+            self.graphs[key] = self.prefill_graphs.graphs.capture(step)
         return self.graphs[key]
 
-    def select_batch(self, lanes: list[int]) -> int:
-        """Let the next steps work on these lanes; how many rows such a step has."""
-        rows = min([self.decode_state.max_num_seqs, *(n for n in GRAPH_BATCH_SIZES if n >= len(lanes))])
-        lanes = lanes + [self.decode_state.max_num_seqs] * (rows - len(lanes))
-        if lanes != self.current_batch_indices:
-            self.decode_state.batch_indices[:rows].copy_(self.to_device(lanes), non_blocking=True)
-            self.current_batch_indices = lanes
+    def select_batch(self, indices: list[int]) -> int:
+        """Set the batch indices of the next decode steps. Return the batch size, with padding."""
+        rows = min([self.decode_state.max_num_seqs, *(n for n in GRAPH_BATCH_SIZES if n >= len(indices))])
+        indices = indices + [self.decode_state.max_num_seqs] * (rows - len(indices))
+        if indices != self.current_batch_indices:
+            self.decode_state.batch_indices[:rows].copy_(self.to_device(indices), non_blocking=True)
+            self.current_batch_indices = indices
         return rows
 
-    def should_split_kv(self, keys: list[int]) -> bool:
-        """Would the longest of rows with so many keys keep the others waiting?"""
-        longest, few = max(keys), len(keys) * self.model.num_kv_heads < MAX_SPLIT_KV_ROWS
-        return longest > MIN_SPLIT_KV_LENGTH and (few or longest > MIN_LENGTH_RATIO * sum(keys) / len(keys))
+    def should_split_kv(self, lengths: list[int]) -> bool:
+        """Return whether attention over sequences of these lengths is faster with split KV."""
+        longest, few = max(lengths), len(lengths) * self.model.num_kv_heads < MAX_SPLIT_KV_ROWS
+        return longest > MIN_SPLIT_KV_LENGTH and (few or longest > MIN_LENGTH_RATIO * sum(lengths) / len(lengths))
 
     def to_device(self, numbers: list[Any]) -> Tensor:
         return to_device_async(torch.tensor(numbers, dtype=torch.long), self.lm.device)
 
     @torch.no_grad()
     def hidden_error(self) -> float:
-        """How far our hidden states are from the model's own on a few random tokens, relative to their size."""
+        """Return the maximum relative error of the hidden states on a few random tokens, against the model itself."""
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.lm.vocab, (2, 12), generator=generator)
         before, own = -(-5 // BLOCK_SIZE), -(-8 // BLOCK_SIZE)
@@ -269,363 +271,364 @@ class CudaGraphRunner:
 
 
 class DecodeLoop:
-    """One call: what the schedule decides is written to the board, and what the card has drawn is read back."""
+    """A generation call: writes what the scheduler decides to the decode state, and reads back what was sampled."""
 
-    def __init__(self, decoder: CudaGraphRunner, prompts: list[list[int]], schedule: Scheduler, drawn: GenerationState):
-        self.runner, self.decode_state, self.max_tokens = decoder, decoder.decode_state, drawn.max_tokens
-        self.length_limits: list[int] = drawn.length_limits.tolist()
-        self.prompts, self.scheduler, self.generation = dict(enumerate(prompts)), schedule, drawn
-        self.seeds = [0] * len(drawn.lengths) if drawn.seeds is None else drawn.seeds.tolist()
+    def __init__(
+        self, runner: CudaGraphRunner, prompts: list[list[int]], scheduler: Scheduler, generation: GenerationState
+    ):
+        self.runner, self.decode_state, self.max_tokens = runner, runner.decode_state, generation.max_tokens
+        self.length_limits: list[int] = generation.length_limits.tolist()
+        self.prompts, self.scheduler, self.generation = dict(enumerate(prompts)), scheduler, generation
+        self.seeds = [0] * len(generation.lengths) if generation.seeds is None else generation.seeds.tolist()
         self.entry_launch: dict[int, int] = {}
-        """By response, the launches before it began or was extended."""
+        """By sequence id, `num_launches` when it entered the batch or was suspended."""
         self.num_launches = 0
         self.in_flight: Callable[[], None] | None = None
-        """What to do when the steps that were launched are over."""
-        half = -(-min(len(schedule.free_batch_indices), len(schedule.waiting)) // 2)
-        self.max_running = (
-            max(1, half) if decoder.was_idle and drawn.turns is not None and not drawn.accepts_requests else None
-        )
-        """Rows that may run at once, until some of them are over or asked about; None: as many as there are lanes.
+        """Processes the results of the decode steps that were launched last."""
+        multi_turn = generation.turns is not None and not generation.accepts_requests
+        half = -(-min(len(scheduler.free_batch_indices), len(scheduler.waiting)) // 2)
+        self.max_running = max(1, half) if runner.was_idle and multi_turn else None
+        """Limit on running sequences until a turn or a response has finished; None: no limit.
 
-        Where all rows wait for their environments together, the card waits too. So half of them go first.
+        If all sequences wait for observations at once, the GPU idles. So half of the batch starts first.
         """
         self.delay_start = math.inf
-        """Since when requests wait for those behind them, to be encoded together."""
+        """Time since which requests have been delayed, to be prefilled together with the next ones."""
         self.idle_seconds = 0.0
-        """Seconds for which nobody ran, because all were waiting for their environments."""
+        """Time in which no sequence ran because all waited for observations."""
         self.suspended_lengths: dict[int, int] = {}
-        """Of parked responses, the tokens that they had when their turn ended."""
+        """Lengths of suspended sequences at the end of their turns."""
         self.forced_lengths: dict[int, int] = {}
-        """Of responses that are fed an observation step by step, their tokens with it."""
+        """Lengths, including the observation, of sequences whose observation is fed one token per step."""
         self.entry_length: dict[int, int] = {}
-        """By response, the first token that its lane has drawn; those before are in `drawn`."""
+        """By sequence id, its length when it entered the batch. Earlier tokens are only in `generation`."""
         self.finished_outputs: list[tuple[list[int], list[int], list[Tensor]]] = []
-        """Responses that are over, their lengths, and what their lanes had: tokens, log-probs and masses."""
+        """Finished sequences: ids, lengths, and copies of their tokens, log-probs and kept masses."""
         self.host_copies: list[tuple[list[int], list[int], Tensor, Any]] = []
-        """Those of them that nobody was told of yet: their lengths, and their tokens on the way to the host."""
+        """Finished sequences for `on_finished`: ids, lengths, tokens on their way to the host, and the CUDA event."""
 
     def __call__(self) -> None:
-        begun = time.perf_counter()
-        with packed_attention_enabled(self.runner.lm.model):
+        start = time.perf_counter()
+        with ours(self.runner.lm.model):
             while self.generation.unfinished:
                 if not self._should_delay(self._poll(wait=False)):
                     self._start_sequences()
                 launched = self._launch()
-                flight, self.in_flight = self.in_flight, launched
-                if flight is not None:
-                    flight()
+                previous, self.in_flight = self.in_flight, launched
+                if previous is not None:
+                    previous()
                 elif launched is None and self.generation.waits_for_input:
                     self._wait_for_input()
-                    if not self.generation.accepts_requests:
-                        self.max_running = max(
-                            1, -(-len(self.scheduler.sequences) // 2)
-                        )  # those that were evicted have no row
+                    if not self.generation.accepts_requests:  # preempted sequences are not counted
+                        self.max_running = max(1, -(-len(self.scheduler.sequences) // 2))
             self._synchronize()
-        self.runner.was_idle = self.idle_seconds > MAX_IDLE_FRACTION * (time.perf_counter() - begun)
+        self.runner.was_idle = self.idle_seconds > MAX_IDLE_FRACTION * (time.perf_counter() - start)
         self.generation.timeline.stop()
         self._collect()
 
-    def _should_delay(self, came: int) -> bool:
-        """Let requests wait, while others run, if some came just now: more may be on their way.
+    def _should_delay(self, num_new: int) -> bool:
+        """Return whether to delay new requests while others run, because more may be about to arrive.
 
-        To encode tokens takes the host as long as several rounds, whatever there is to encode.
+        A prefill costs the host as much as several rounds of decode steps, whatever its size.
         """
-        now, wanting = time.perf_counter(), bool(self.scheduler.resuming or self.scheduler.waiting)
-        since = min(self.delay_start, now)
-        holds = (
-            bool(came)
-            and wanting
-            and self.generation.accepts_requests
-            and self.in_flight is not None
-            and now - since < MAX_DELAY_SECONDS
-        )
-        self.delay_start = since if holds else math.inf
-        return holds
+        now, is_waiting = time.perf_counter(), bool(self.scheduler.resuming or self.scheduler.waiting)
+        start = min(self.delay_start, now)
+        can_wait = self.generation.accepts_requests and self.in_flight is not None
+        delay = bool(num_new) and is_waiting and can_wait and now - start < MAX_DELAY_SECONDS
+        self.delay_start = start if delay else math.inf
+        return delay
 
     def _wait_for_input(self) -> None:
-        """Wait for answers, and for those that come right behind the first: rows that go on together stay together."""
-        begun = time.perf_counter()
-        came = self._poll(wait=True)
-        until = time.perf_counter() + MAX_DELAY_SECONDS
-        self.idle_seconds += until - MAX_DELAY_SECONDS - begun
+        """Wait for input, and for what follows closely: sequences that resume together stay in phase."""
+        start = time.perf_counter()
+        num_new = self._poll(wait=True)
+        deadline = time.perf_counter() + MAX_DELAY_SECONDS
+        self.idle_seconds += deadline - MAX_DELAY_SECONDS - start
         while (
-            came and self.generation.waits_for_input and not self._turn_group_complete and time.perf_counter() < until
+            num_new
+            and self.generation.waits_for_input
+            and not self._turn_group_complete
+            and time.perf_counter() < deadline
         ):
             time.sleep(REQUEST_POLL_SECONDS if self.generation.accepts_requests else OBSERVATION_POLL_SECONDS)
-            came = self._poll(wait=False)
+            num_new = self._poll(wait=False)
 
     @property
     def _turn_group_complete(self) -> bool:
-        """Has everyone answered whose turn ended together with the turns of those that are ready?"""
-        together = {self.entry_launch[response] for response in self.scheduler.resuming}
-        waiting = () if self.generation.turns is None else self.generation.turns.pending
+        """Whether all sequences whose turns ended together with those of the resuming ones have their observations."""
+        launches = {self.entry_launch[seq_id] for seq_id in self.scheduler.resuming}
+        pending = () if self.generation.turns is None else self.generation.turns.pending
         return (
-            bool(together)
+            bool(launches)
             and not self.generation.accepts_requests
-            and not any(self.entry_launch[r] in together for r in waiting)
+            and not any(self.entry_launch[seq_id] in launches for seq_id in pending)
         )
 
     def _synchronize(self) -> None:
-        """Wait for the steps that were launched last, if any were, and see who has finished."""
-        flight, self.in_flight = self.in_flight, None
-        if flight is not None:
-            flight()
+        """Wait for the steps in flight and process their results."""
+        previous, self.in_flight = self.in_flight, None
+        if previous is not None:
+            previous()
 
     @property
     def output_buffers(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.decode_state.tokens, self.decode_state.logp, self.decode_state.kept_mass
 
     def _start_sequences(self) -> None:
-        """Responses into free lanes: their pages, the token that is fed next (a new one's is the prompt's last)."""
-        schedule, there = self.scheduler, set(self.scheduler.sequences.values())
-        entering = schedule.schedule(STEPS_PER_LAUNCH, self.max_running)
-        if fresh := [p for p in schedule.prompts_to_prefill if schedule.prompt_lengths[p]]:
-            segments = [PrefillSegment(schedule.prompt_blocks[p], schedule.prompt_lengths[p]) for p in fresh]
-            extend(self.runner.prefill, self.decode_state.cache, [self.prompts[p][:-1] for p in fresh], segments)
-        schedule.prompts_to_prefill = []
-        if not entering:
+        """Schedule sequences, prefill them, and write their decode state."""
+        scheduler, resumable = self.scheduler, set(self.scheduler.sequences.values())
+        scheduled = scheduler.schedule(STEPS_PER_LAUNCH, self.max_running)
+        if new_prompts := [p for p in scheduler.prompts_to_prefill if scheduler.prompt_lengths[p]]:
+            segments = [PrefillSegment(scheduler.prompt_blocks[p], scheduler.prompt_lengths[p]) for p in new_prompts]
+            tokens = [self.prompts[p][:-1] for p in new_prompts]
+            extend(self.runner.prefill, self.decode_state.cache, tokens, segments)
+        scheduler.prompts_to_prefill = []
+        if not scheduled:
             return
-        # a parked row has idled on the last place of its pages, so that place is written again
-        starts = {row.seq_id: self.suspended_lengths.pop(row.seq_id) - 1 if row in there else 0 for row in entering}
-        tokens = {row.seq_id: self._input_tokens(row, starts[row.seq_id]) for row in entering}
-        back = [row for row in entering if row in there]
-        steps = sum(row.num_tokens - starts[row.seq_id] for row in back)
-        if back and steps <= PREFILL_BREAK_EVEN_STEPS * len(schedule.running) and not self.generation.needs_tokens:
-            cells = [(r.batch_index, starts[r.seq_id] + i, t) for r in back for i, t in enumerate(tokens[r.seq_id][1:])]
-            lane, place, token = self.runner.to_device(cells).t()
-            self.decode_state.tokens[lane, place] = token
-            for row in back:
-                self.forced_lengths[row.seq_id], row.num_tokens = row.num_tokens, starts[row.seq_id]
-        if encoded := [row for row in entering if row.num_tokens > starts[row.seq_id]]:
-            self._prefill(encoded, [starts[r.seq_id] for r in encoded], [tokens[r.seq_id][:-1] for r in encoded])
-        self._write_decode_state([(row, tokens[row.seq_id][row.num_tokens - starts[row.seq_id]]) for row in entering])
-        for row in entering:
-            self.entry_launch[row.seq_id] = self.num_launches
-            self.entry_length[row.seq_id] = self._total_length(row)
-        self._write_block_tables([(row, 0) for row in entering])
+        # Steps in flight have overwritten the last position of a suspended sequence, so it is written again.
+        starts = {
+            seq.seq_id: self.suspended_lengths.pop(seq.seq_id) - 1 if seq in resumable else 0 for seq in scheduled
+        }
+        inputs = {seq.seq_id: self._input_tokens(seq, starts[seq.seq_id]) for seq in scheduled}
+        resumed = [seq for seq in scheduled if seq in resumable]
+        num_steps = sum(seq.num_tokens - starts[seq.seq_id] for seq in resumed)
+        break_even = PREFILL_BREAK_EVEN_STEPS * len(scheduler.running)
+        if resumed and num_steps <= break_even and not self.generation.needs_tokens:
+            cells = [
+                (seq.batch_index, starts[seq.seq_id] + i, token)
+                for seq in resumed
+                for i, token in enumerate(inputs[seq.seq_id][1:])
+            ]
+            batch_index, position, token = self.runner.to_device(cells).t()
+            self.decode_state.tokens[batch_index, position] = token
+            for seq in resumed:
+                self.forced_lengths[seq.seq_id], seq.num_tokens = seq.num_tokens, starts[seq.seq_id]
+        if prefilled := [seq for seq in scheduled if seq.num_tokens > starts[seq.seq_id]]:
+            self._prefill(prefilled, [starts[s.seq_id] for s in prefilled], [inputs[s.seq_id][:-1] for s in prefilled])
+        self._write_decode_state([(seq, inputs[seq.seq_id][seq.num_tokens - starts[seq.seq_id]]) for seq in scheduled])
+        for seq in scheduled:
+            self.entry_launch[seq.seq_id] = self.num_launches
+            self.entry_length[seq.seq_id] = self._total_length(seq)
+        self._write_block_tables([(seq, 0) for seq in scheduled])
 
-    def _input_tokens(self, row: Sequence, start: int) -> list[int]:
-        """The tokens that a row is fed, from this place of its pages on up to the next one."""
-        before = [] if start else [self.prompts[row.prompt_id][-1]]
-        return before + self.generation.tokens_of(row.seq_id, max(start - 1, 0), row.num_tokens)
+    def _input_tokens(self, seq: Sequence, start: int) -> list[int]:
+        """Return the tokens to feed to a sequence from position `start` of its blocks, up to its last token."""
+        before = [] if start else [self.prompts[seq.prompt_id][-1]]
+        return before + self.generation.tokens_of(seq.seq_id, max(start - 1, 0), seq.num_tokens)
 
-    def _total_length(self, row: Sequence) -> int:
-        """How many tokens a response has, counting an observation that it is still being fed."""
-        return max(row.num_tokens, self.forced_lengths.get(row.seq_id, 0))
+    def _total_length(self, seq: Sequence) -> int:
+        """Return the length of a response, including an observation that is being fed step by step."""
+        return max(seq.num_tokens, self.forced_lengths.get(seq.seq_id, 0))
 
     def _poll(self, wait: bool) -> int:
-        """What environments have answered, and what has come: how many. They want a lane, or are over.
-
-        Requests that leave are not counted: nobody waits for those behind them.
-        """
-        answers = self.generation.poll_observations(wait)
-        limits = self.generation.length_limits[[response for response, _ in answers]].tolist() if answers else []
-        for (response, tokens), limit in zip(answers, limits, strict=True):
-            self.length_limits[response] = limit
+        """Take new observations and requests. Return how many arrived, without requests of clients that left."""
+        observed = self.generation.poll_observations(wait)
+        limits = self.generation.length_limits[[seq_id for seq_id, _ in observed]].tolist() if observed else []
+        for (seq_id, tokens), limit in zip(observed, limits, strict=True):
+            self.length_limits[seq_id] = limit
             if tokens:
-                self.seeds[response] = self.generation.seed_of(response)
-                self.scheduler.resume(response, self.suspended_lengths[response] + len(tokens))
+                self.seeds[seq_id] = self.generation.seed_of(seq_id)
+                self.scheduler.resume(seq_id, self.suspended_lengths[seq_id] + len(tokens))
             else:
-                self._finish(response)
-        entering = self.generation.new_requests()
-        for response, prompt, ids in entering:
-            self.prompts[prompt], begun = ids, int(self.generation.lengths[response])
-            self.length_limits[response], self.seeds[response] = (
-                int(self.generation.length_limits[response]),
-                self.generation.seed_of(response),
-            )
-            self.scheduler.add(response, prompt, len(ids) - 1, begun)
-        return len(entering) + sum(bool(tokens) or not self.generation.accepts_requests for _, tokens in answers)
+                self._finish(seq_id)
+        new = self.generation.new_requests()
+        for seq_id, prompt_id, prompt in new:
+            self.prompts[prompt_id], num_tokens = prompt, int(self.generation.lengths[seq_id])
+            self.length_limits[seq_id] = int(self.generation.length_limits[seq_id])
+            self.seeds[seq_id] = self.generation.seed_of(seq_id)
+            self.scheduler.add(seq_id, prompt_id, len(prompt) - 1, num_tokens)
+        return len(new) + sum(bool(tokens) or not self.generation.accepts_requests for _, tokens in observed)
 
-    def _prefill(self, rows: list[Sequence], starts: list[int], tokens: list[list[int]]) -> None:
-        """Tokens that these rows are given, into their pages."""
-        before, keys = self.scheduler.prompt_blocks, self.scheduler.prompt_lengths
-        parts = zip(rows, starts, tokens, strict=True)
+    def _prefill(self, seqs: list[Sequence], starts: list[int], tokens: list[list[int]]) -> None:
+        """Prefill tokens behind the first `starts` tokens of these sequences."""
+        blocks, lengths = self.scheduler.prompt_blocks, self.scheduler.prompt_lengths
         segments = [
-            PrefillSegment(r.block_table, len(own), at, before[r.prompt_id], keys[r.prompt_id]) for r, at, own in parts
+            PrefillSegment(seq.block_table, len(new), start, blocks[seq.prompt_id], lengths[seq.prompt_id])
+            for seq, start, new in zip(seqs, starts, tokens, strict=True)
         ]
         extend(self.runner.prefill, self.decode_state.cache, tokens, segments)
 
     def _write_block_tables(self, grown: list[tuple[Sequence, int]]) -> None:
-        """Write the pages of these rows to the table; of each, those from the given one on are new."""
+        """Write the blocks of sequences to the decode state, from the given index of their block tables on."""
         cells: list[tuple[int, int, int]] = []
-        for row, old in grown:
-            before = self.scheduler.prompt_blocks[row.prompt_id]
-            pages = [*before, *row.block_table] if old == 0 else row.block_table[old:]
-            first = 0 if old == 0 else len(before) + old
-            cells += [(row.batch_index, first + i, page) for i, page in enumerate(pages)]
+        for seq, start in grown:
+            prompt_blocks = self.scheduler.prompt_blocks[seq.prompt_id]
+            blocks = [*prompt_blocks, *seq.block_table] if start == 0 else seq.block_table[start:]
+            first = 0 if start == 0 else len(prompt_blocks) + start
+            cells += [(seq.batch_index, first + i, block) for i, block in enumerate(blocks)]
         if cells:
-            lane, column, page = self.runner.to_device(cells).t()
-            self.decode_state.block_tables[lane, column] = page.int()
+            batch_index, column, block = self.runner.to_device(cells).t()
+            self.decode_state.block_tables[batch_index, column] = block.int()
 
     def _launch(self) -> Callable[[], None] | None:
-        """Enqueue the next steps; returned is what to do when they are over. None: there is nothing to run."""
+        """Launch the next decode steps. Return a function that processes their results; None: no sequence runs."""
         if not self.scheduler.can_append(STEPS_PER_LAUNCH):
-            self._synchronize()  # those that have finished make room
+            self._synchronize()  # finished sequences free their blocks
         running = self.scheduler.running
-        before = {row.seq_id: len(row.block_table) for row in running}
-        evicted = [row for row in self.scheduler.reserve(STEPS_PER_LAUNCH, running) if row.batch_index != NOT_RUNNING]
-        self.scheduler.recompute_lengths |= {row.seq_id: self._total_length(row) for row in evicted}
-        self._save_sequences(evicted, [self._total_length(row) for row in evicted])
-        live = [row for row in self.scheduler.running if row.num_tokens < self.length_limits[row.seq_id]]
+        num_blocks = {seq.seq_id: len(seq.block_table) for seq in running}
+        preempted = [seq for seq in self.scheduler.reserve(STEPS_PER_LAUNCH, running) if seq.batch_index != NOT_RUNNING]
+        self.scheduler.recompute_lengths |= {seq.seq_id: self._total_length(seq) for seq in preempted}
+        self._save_sequences(preempted, [self._total_length(seq) for seq in preempted])
+        live = [seq for seq in self.scheduler.running if seq.num_tokens < self.length_limits[seq.seq_id]]
         self.generation.timeline.record(len(live))
         if not live:
             return None
         self._write_block_tables(
-            [(row, before[row.seq_id]) for row in live if len(row.block_table) > before[row.seq_id]]
+            [(seq, num_blocks[seq.seq_id]) for seq in live if len(seq.block_table) > num_blocks[seq.seq_id]]
         )
-        live.sort(key=lambda row: row.batch_index)
-        steps = min(STEPS_PER_LAUNCH, max(self.length_limits[row.seq_id] - row.num_tokens for row in live))
-        lanes = [row.batch_index for row in live]
-        uneven = self.runner.should_split_kv(
-            [row.num_tokens + self.scheduler.prompt_lengths[row.prompt_id] for row in live]
-        )
-        for (temperature, support, greedy), some in self.generation.group_by_sampling(
-            [row.seq_id for row in live]
-        ).items():
-            self.decode_state.temperature.fill_(temperature)
-            alike = [lanes[i] for i in some]
-            rows = self.runner.select_batch(alike)
-            graph = self.runner.get_graph(rows, support, greedy, uneven)
-            self.runner.select_batch(alike)
-            for _ in range(steps):
-                graph()
-        ran = [(row, row.num_tokens, min(row.num_tokens + steps, self.max_tokens)) for row in live]
-        for row, _, after in ran:
-            row.num_tokens = after
+        live.sort(key=lambda seq: seq.batch_index)
+        num_steps = min(STEPS_PER_LAUNCH, max(self.length_limits[seq.seq_id] - seq.num_tokens for seq in live))
+        self._replay(live, num_steps)
+        steps = [(seq, seq.num_tokens, min(seq.num_tokens + num_steps, self.max_tokens)) for seq in live]
+        for seq, _, after in steps:
+            seq.num_tokens = after
         self.num_launches += 1
-        read = [self.decode_state.state[FINISHED_LENGTH]]
-        if self.generation.needs_tokens:  # the tokens of these steps
-            places = [[min(start + i, self.max_tokens - 1) for i in range(steps)] for _, start, _ in ran]
-            where = self.runner.to_device(lanes)[:, None], self.runner.to_device(places)
-            read += [
-                self.decode_state.tokens[where],
-                *([self.decode_state.logp[where]] if self.generation.needs_logprobs else []),
-            ]
+        results = [self.decode_state.state[FINISHED_LENGTH]]
+        if self.generation.needs_tokens:
+            positions = [[min(start + i, self.max_tokens - 1) for i in range(num_steps)] for _, start, _ in steps]
+            batch_indices = self.runner.to_device([seq.batch_index for seq in live])
+            index = batch_indices[:, None], self.runner.to_device(positions)
+            results.append(self.decode_state.tokens[index])
+            results += [self.decode_state.logp[index]] if self.generation.needs_logprobs else []
         if not self.runner.on_gpu:
-            return partial(self._process_finished, self.num_launches, ran, [tensor.clone() for tensor in read], None)
-        copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in read]
-        for copy, tensor in zip(copies, read, strict=True):
-            copy.copy_(tensor, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return partial(self._process_finished, self.num_launches, ran, copies, event)
+            return partial(self._process_results, self.num_launches, steps, [x.clone() for x in results], None)
+        copies, event = _copy_to_host(results)
+        return partial(self._process_results, self.num_launches, steps, copies, event)
 
-    def _process_finished(
-        self, launch: int, ran: list[tuple[Sequence, int, int]], read: list[Tensor], event: Any
+    def _replay(self, live: list[Sequence], num_steps: int) -> None:
+        """Enqueue decode steps, one graph per group of sequences with the same sampling parameters."""
+        batch_indices, lengths = [seq.batch_index for seq in live], self.scheduler.prompt_lengths
+        split_kv = self.runner.should_split_kv([seq.num_tokens + lengths[seq.prompt_id] for seq in live])
+        groups = self.generation.group_by_sampling([seq.seq_id for seq in live])
+        for (temperature, params, greedy), members in groups.items():
+            self.decode_state.temperature.fill_(temperature)
+            selected = [batch_indices[i] for i in members]
+            graph = self.runner.get_graph(self.runner.select_batch(selected), params, greedy, split_kv)
+            self.runner.select_batch(selected)  # capturing a graph resets the selection
+            for _ in range(num_steps):
+                graph()
+
+    def _process_results(
+        self, launch: int, steps: list[tuple[Sequence, int, int]], results: list[Tensor], event: Any
     ) -> None:
-        """Responses that had finished when these steps were over leave their lanes, but for those that are extended."""
+        """Remove sequences that had finished after these steps. Suspend those whose environments continue."""
         if event is not None:
             event.synchronize()
         self._deliver_finished()
-        done, lengths = read[0].tolist(), {}
-        for i, (row, start, stop) in enumerate(ran):
-            ended = done[row.batch_index] or stop >= self.length_limits[row.seq_id] or len(read) > 1
-            if ended and self.scheduler.sequences.get(row.seq_id) is row and self.entry_launch[row.seq_id] < launch:
-                fresh = read[1][i] if len(read) > 1 else None
-                if len(read) > 2:
-                    self.generation.logp[row.seq_id, start:stop] = read[2][i][: stop - start]
-                lengths[row.seq_id] = self.generation.finished_length(
-                    row.seq_id, start, stop, done[row.batch_index], fresh
-                )
-        over = [row for row, _, _ in ran if lengths.get(row.seq_id)]
-        self.max_running = None if over else self.max_running
-        if over and self.generation.turns is not None:
-            over = self._submit_turns(over, lengths)
-        if over:
-            where = self.runner.to_device([row.batch_index for row in over])
-            found = [buffer[where, : self.max_tokens] for buffer in self.output_buffers]
-            self.finished_outputs.append(([row.seq_id for row in over], [lengths[row.seq_id] for row in over], found))
+        finished_lengths, lengths, has_tokens = results[0].tolist(), {}, len(results) > 1
+        for i, (seq, start, stop) in enumerate(steps):
+            finished = finished_lengths[seq.batch_index]
+            is_current = self.scheduler.sequences.get(seq.seq_id) is seq and self.entry_launch[seq.seq_id] < launch
+            if (finished or stop >= self.length_limits[seq.seq_id] or has_tokens) and is_current:
+                if len(results) > 2:
+                    self.generation.logp[seq.seq_id, start:stop] = results[2][i][: stop - start]
+                new_tokens = results[1][i] if has_tokens else None
+                lengths[seq.seq_id] = self.generation.finished_length(seq.seq_id, start, stop, finished, new_tokens)
+        ended = [seq for seq, _, _ in steps if lengths.get(seq.seq_id)]
+        self.max_running = None if ended else self.max_running
+        if ended and self.generation.turns is not None:
+            ended = self._submit_turns(ended, lengths)
+        if ended:
+            index = self.runner.to_device([seq.batch_index for seq in ended])
+            outputs = [buffer[index, : self.max_tokens] for buffer in self.output_buffers]
+            seq_ids = [seq.seq_id for seq in ended]
+            self.finished_outputs.append((seq_ids, [lengths[seq_id] for seq_id in seq_ids], outputs))
             if self.generation.on_finished is not None:
-                self._copy_to_host(*self.finished_outputs[-1])
-        for row in over:
-            self._finish(row.seq_id)
+                self._copy_finished(*self.finished_outputs[-1])
+        for seq in ended:
+            self._finish(seq.seq_id)
 
-    def _copy_to_host(self, responses: list[int], lengths: list[int], lanes: list[Tensor]) -> None:
-        """Send the tokens of these to the host, behind the steps that are under way."""
-        tokens, event = lanes[0][:, : max(lengths)], None
+    def _copy_finished(self, seq_ids: list[int], lengths: list[int], outputs: list[Tensor]) -> None:
+        """Start to copy the tokens of finished sequences to the host, behind the steps in flight."""
+        tokens, event = outputs[0][:, : max(lengths)], None
         if self.runner.on_gpu:
-            tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self.host_copies.append((responses, lengths, tokens, event))
+            (tokens,), event = _copy_to_host([tokens])
+        self.host_copies.append((seq_ids, lengths, tokens, event))
 
     def _deliver_finished(self) -> None:
-        """Tell of responses whose tokens have arrived: whoever scores them begins now."""
+        """Call `on_finished` for the sequences whose tokens have arrived, so that they can be scored early."""
         while self.host_copies and (self.host_copies[0][3] is None or self.host_copies[0][3].query()):
-            responses, lengths, tokens, _ = self.host_copies.pop(0)
-            before = [self.generation.tokens_of(response, 0, self.entry_length[response]) for response in responses]
+            seq_ids, lengths, tokens, _ = self.host_copies.pop(0)
+            before = [self.generation.tokens_of(seq_id, 0, self.entry_length[seq_id]) for seq_id in seq_ids]
             rows = zip(before, tokens.tolist(), lengths, strict=True)
             assert self.generation.on_finished is not None
-            self.generation.on_finished(responses, [old + row[len(old) : length] for old, row, length in rows])
+            self.generation.on_finished(seq_ids, [old + row[len(old) : length] for old, row, length in rows])
 
-    def _finish(self, response: int) -> None:
-        prompt = self.scheduler.prompt_of(response)
-        self.scheduler.finish(response)
-        self.generation.unfinished.discard(response)
-        self.suspended_lengths.pop(response, None), self.forced_lengths.pop(response, None)
-        if prompt not in self.scheduler.prompt_lengths:
-            del self.prompts[prompt]
+    def _finish(self, seq_id: int) -> None:
+        prompt_id = self.scheduler.prompt_of(seq_id)
+        self.scheduler.finish(seq_id)
+        self.generation.unfinished.discard(seq_id)
+        self.suspended_lengths.pop(seq_id, None), self.forced_lengths.pop(seq_id, None)
+        if prompt_id not in self.scheduler.prompt_lengths:
+            del self.prompts[prompt_id]
 
     def _submit_turns(self, ended: list[Sequence], lengths: dict[int, int]) -> list[Sequence]:
-        """Who of these, whose turns have ended, is over; the others are parked until their environments answer."""
-        drawn, responses = self.generation, [row.seq_id for row in ended]
-        self._save_sequences(ended, [lengths[response] for response in responses])
-        drawn.update_stopped(responses)
-        over = set(drawn.finish_turns(responses))
-        for row in ended:
-            if row.seq_id not in over:
-                row.num_tokens = self.suspended_lengths[row.seq_id] = lengths[row.seq_id]
-                self.entry_launch[row.seq_id] = self.num_launches  # what is under way for it counts no more
-                self.scheduler.suspend(row.seq_id)
-        return [row for row in ended if row.seq_id in over]
+        """Return the sequences that are finished. Suspend the others, whose turns go to their environments."""
+        generation, seq_ids = self.generation, [seq.seq_id for seq in ended]
+        self._save_sequences(ended, [lengths[seq_id] for seq_id in seq_ids])
+        generation.update_stopped(seq_ids)
+        finished = set(generation.finish_turns(seq_ids))
+        for seq in ended:
+            if seq.seq_id not in finished:
+                seq.num_tokens = self.suspended_lengths[seq.seq_id] = lengths[seq.seq_id]
+                self.entry_launch[seq.seq_id] = self.num_launches  # results of steps in flight are ignored
+                self.scheduler.suspend(seq.seq_id)
+        return [seq for seq in ended if seq.seq_id in finished]
 
-    def _save_sequences(self, rows: list[Sequence], lengths: list[int]) -> None:
-        """What the lanes of these rows have drawn, to the host."""
-        if rows:
-            lanes = self.runner.to_device([row.batch_index for row in rows])
-            self._write_outputs(
-                [row.seq_id for row in rows], lengths, [b[lanes, : max(lengths)] for b in self.output_buffers]
-            )
+    def _save_sequences(self, seqs: list[Sequence], lengths: list[int]) -> None:
+        """Copy the outputs of running sequences to `generation`."""
+        if seqs:
+            index = self.runner.to_device([seq.batch_index for seq in seqs])
+            outputs = [buffer[index, : max(lengths)] for buffer in self.output_buffers]
+            self._write_outputs([seq.seq_id for seq in seqs], lengths, outputs)
 
-    def _write_outputs(self, responses: list[int], lengths: list[int], lanes: list[Tensor]) -> None:
-        """Responses so far: what they had when they got their lanes, and what is in these from then on."""
-        drawn, begun = self.generation, [self.entry_length[response] for response in responses]
-        low, high, length = min(begun), max(lengths), np.array(lengths)
-        place = np.arange(low, high)
-        new = (place >= np.array(begun)[:, None]) & (place < length[:, None])
-        mass = None if drawn.seeds is None else drawn.kept_mass  # a greedy draw has none
-        for into, lane in zip((drawn.tokens, drawn.logp, mass), lanes, strict=True):
-            if into is not None:  # by numpy: threads of torch that have slept wake up slowly
-                whole, fresh = into.numpy(), lane[:, low:high].cpu().numpy()
-                whole[responses, low:high] = np.where(new, fresh, whole[responses, low:high])
-        drawn.lengths.numpy()[responses] = length
+    def _write_outputs(self, seq_ids: list[int], lengths: list[int], outputs: list[Tensor]) -> None:
+        """Write the outputs since `entry_length` to `generation`; it has the earlier tokens already."""
+        generation, entry = self.generation, [self.entry_length[seq_id] for seq_id in seq_ids]
+        low, high, ends = min(entry), max(lengths), np.array(lengths)
+        position = np.arange(low, high)
+        is_new = (position >= np.array(entry)[:, None]) & (position < ends[:, None])
+        kept_mass = None if generation.seeds is None else generation.kept_mass  # greedy sampling has none
+        for target, output in zip((generation.tokens, generation.logp, kept_mass), outputs, strict=True):
+            if target is not None:  # numpy is faster here: sleeping threads of torch are slow to wake up
+                array, new = target.numpy(), output[:, low:high].cpu().numpy()
+                array[seq_ids, low:high] = np.where(is_new, new, array[seq_ids, low:high])
+        generation.lengths.numpy()[seq_ids] = ends
 
-    def _write_decode_state(self, rows: list[tuple[Sequence, int]]) -> None:
-        """The state of these rows' lanes: they feed the given token next."""
-        keys, sent = self.scheduler.prompt_lengths, self.runner.to_device
+    def _write_decode_state(self, seqs: list[tuple[Sequence, int]]) -> None:
+        """Write the state of sequences that enter the batch, each with the token that it feeds next."""
+        lengths, to_device = self.scheduler.prompt_lengths, self.runner.to_device
         states = [
             [
-                keys[row.prompt_id],
-                row.num_tokens,
-                last,
-                self.seeds[row.seq_id],
+                lengths[seq.prompt_id],
+                seq.num_tokens,
+                last_token,
+                self.seeds[seq.seq_id],
                 0,
-                self.forced_lengths.get(row.seq_id, 0),
+                self.forced_lengths.get(seq.seq_id, 0),
             ]
-            for row, last in rows
+            for seq, last_token in seqs
         ]
-        self.decode_state.state[:, sent([row.batch_index for row, _ in rows])] = sent(states).t()
+        self.decode_state.state[:, to_device([seq.batch_index for seq, _ in seqs])] = to_device(states).t()
 
     def _collect(self) -> None:
-        """Everything that is over to the host at once, and of those that run for a later step what they have so far."""
-        drawn, running = self.generation, self.scheduler.running
-        self._save_sequences(running, [self._total_length(row) for row in running])
-        responses = [response for part in self.finished_outputs for response in part[0]]
-        if responses:
+        """Copy all finished sequences to `generation`, and the progress of those that a later call continues."""
+        generation, running = self.generation, self.scheduler.running
+        self._save_sequences(running, [self._total_length(seq) for seq in running])
+        seq_ids = [seq_id for part in self.finished_outputs for seq_id in part[0]]
+        if seq_ids:
             lengths = [length for part in self.finished_outputs for length in part[1]]
-            lanes = [torch.cat([part[2][k][:, : max(lengths)] for part in self.finished_outputs]) for k in range(3)]
-            self._write_outputs(responses, lengths, lanes)
-        drawn.update_stopped(responses + [row.seq_id for row in running])
-        if drawn.turns is not None:
-            drawn.stopped = torch.tensor([response in drawn.turns.terminated for response in range(len(drawn.stopped))])
+            outputs = [torch.cat([part[2][k][:, : max(lengths)] for part in self.finished_outputs]) for k in range(3)]
+            self._write_outputs(seq_ids, lengths, outputs)
+        generation.update_stopped(seq_ids + [seq.seq_id for seq in running])
+        if generation.turns is not None:
+            terminated = generation.turns.terminated
+            generation.stopped = torch.tensor([seq_id in terminated for seq_id in range(len(generation.stopped))])
+
+
+def _copy_to_host(tensors: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event]:
+    """Start copies to pinned memory. Return them with the event that tells when they have arrived."""
+    copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in tensors]
+    event = torch.cuda.Event()
+    event.record()
+    return copies, event
