@@ -184,8 +184,8 @@ def test_what_is_no_plain_adapter_is_left_to_peft() -> None:
 def test_the_slow_path_is_named_with_what_it_costs() -> None:
     words = SLOW_RUNNER_NOTE.format(why=cuda_graph_runner(model_of("GPT2"))[1])
     assert words == (
-        "rollouts take 20 to 40 times as long as on the fast path, which this model cannot take: its layers are built "
-        "differently from Llama's: rotary_emb is missing"
+        "rollouts take 20 to 40 times as long as with CUDA graphs, which do not support this model: its layers are "
+        "built differently from Llama's: rotary_emb is missing"
     )
 
 
