@@ -309,7 +309,7 @@ class DecodeLoop:
 
     def __call__(self) -> None:
         start = time.perf_counter()
-        with ours(self.runner.lm.model):
+        with packed_attention_enabled(self.runner.lm.model):
             while self.generation.unfinished:
                 if not self._should_delay(self._poll(wait=False)):
                     self._start_sequences()
