@@ -1,1 +1,1 @@
-"""A run as one HTML file without script, to send to a colleague: `ascent report`."""
+"""`ascent report`: a run as one HTML file without scripts."""

@@ -1,4 +1,4 @@
-"""One run as one HTML file to send to a colleague (report.html): no script, nothing loaded from anywhere."""
+"""Write a run as one self-contained HTML file: no scripts, no external resources."""
 
 import math
 import os
@@ -29,12 +29,12 @@ from ascent.runs.untrusted_files import READ_ERRORS, naming_file, open_regular
 from ascent.tasks.base import error_line
 
 POINTS = 300
-"""Points of a curve in a report."""
+"""Maximum number of points per curve."""
 LINES = 30
-"""Lines of the file behind each chart."""
+"""Rows of the table behind each chart."""
 GENERATOR = "ascent report"
 HEAD = 4096
-"""Bytes at the beginning of a file in which a report says that it is one, by its generator."""
+"""Bytes at the start of a file that are searched for the generator tag of a report."""
 MOST_EVENTS = 60
 HEADED = 5
 OF_REWARD = ("exact/reward", "eval/reward", "reward")
@@ -42,7 +42,7 @@ STATUSES = ("running", "finished", "interrupted", "failed", "died", "unreadable"
 
 
 def write_report(run: Path, out: Path | None, force: bool) -> tuple[Path, int]:
-    """Write a run's report. Returns its path and its size in bytes; `force` overwrites any file."""
+    """Write the report of a run; return its path and its size in bytes. `force` overwrites any file."""
     if not run.is_dir():
         what = "that is a file" if run.exists() else "there is no such folder"
         raise ConfigError(f"{run}: {what}. A run is a folder: ascent report runs/NAME")
@@ -75,7 +75,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def write_aside(out: Path, data: bytes) -> None:
-    """Aside, then renamed: whoever opens it sees the old report or the new one."""
+    """Write a temporary file and rename it, so that a reader never sees half of a report."""
     aside = out.with_name(f".{out.name}.new")
     try:
         aside.unlink(missing_ok=True)  # what a kill left, or a link that would lead elsewhere
@@ -130,7 +130,7 @@ def report_of(place: RunEntry) -> str:
 
 
 def _headlines(about: Mapping[str, Any], last: Mapping[str, tuple[Any, Any]]) -> list[tuple[Any, ...]]:
-    """Name, last value, the most that it can be, and its step, of the metrics that matter most."""
+    """Return name, last value, maximum and step of the main metrics."""
     greedy, headlines = evaluation_label(about["task"]), []
     for metric in [metric for metric in HEADLINES if metric in last][:HEADED]:
         value, step = last[metric]
@@ -142,7 +142,7 @@ def _headlines(about: Mapping[str, Any], last: Mapping[str, tuple[Any, Any]]) ->
 def _chart(
     about: Mapping[str, Any], curves: Mapping[str, Any], rows: Sequence[Sequence[Any]], last: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A chart with its legend, and the numbers behind it: some lines of metrics.jsonl."""
+    """Return a chart, its legend, and a table with some lines of metrics.jsonl."""
     series = []
     for one in about["series"]:
         metric = one["metric"]
@@ -168,7 +168,7 @@ def _chart(
 
 
 def _events(events: Sequence[Mapping[str, Any]], completions: Mapping[str, Any]) -> dict[str, Any]:
-    """Alerts with their evidence, then whatever else was noted down."""
+    """Return the alerts with their evidence, and the other events."""
     alerted = [event for event in events if event.get("event") == "alert"]
     others = [event for event in events if event.get("event") != "alert"]
     left = max(0, len(alerted) - MOST_ALERTS) + max(0, len(others) - MOST_EVENTS)
@@ -205,17 +205,17 @@ def _alert(event: Mapping[str, Any], anchor: str, here: Sequence[Any]) -> dict[s
 # ---- completions: a few of three recorded steps, and what alerts point at ----------------------------------
 
 GROUPS = 3
-"""Groups of a step."""
+"""Maximum number of groups per step."""
 MOST_ALERTS = 60
-"""Alerts that a report shows."""
+"""Maximum number of alerts."""
 SEEN, SEEN_GROUPS, SEEN_RESPONSES = 24, 2, 2
-"""Pieces of evidence with completions of their own; groups of each, and responses of a group."""
+"""Maximum numbers of alerts with completions, groups per alert, and responses per group."""
 TOKENS = 200
-"""Tokens of a response that are shown with their numbers; what follows is text."""
+"""Tokens of a response that are shown with their numbers; the rest is plain text."""
 PROBABLE = (0.9, 0.5, 0.1, 0.01)
 UNSURE = (0.1, 0.5, 1.0, 2.0)
 MOVED = (0.01, 0.05, 0.2, 0.5)
-"""Where the shades of probability, entropy (nats) and |log ratio| change."""
+"""Thresholds between the shades of probability, entropy (nats) and |log ratio|."""
 WAYS = (
     ("advantage", "advantage", "solid underline: pushed up; dotted: pushed down; thicker: more"),
     ("logp", "log-prob", "a thicker underline and a darker shade: less likely"),
@@ -224,16 +224,16 @@ WAYS = (
     ("clipped", "clipped or not", "boxed: clipped at the last update that saw it"),
     ("plain", "nothing", "text alone"),
 )
-"""What may color the tokens. It is chosen without a script: the style sheet looks at radio buttons."""
+"""Quantities that can color the tokens. Radio buttons and CSS choose one, without a script."""
 LABELS = {
     **{"advantage": "A", "logp": "log-prob", "entropy": "entropy", "ratio": "ratio", "clipped": "clipped"},
     **{"logp_ref": "log-prob of the reference", "value": "value"},
 }
-"""What is known of a token, and what it is called."""
+"""Per-token quantities and their labels."""
 
 
 class Seen(NamedTuple):
-    """The completions that an alert's evidence names."""
+    """Return the completions that the evidence of an alert names."""
 
     step: int
     show: str = "all"
@@ -249,7 +249,7 @@ class Seen(NamedTuple):
 
 
 def seen_of(event: Mapping[str, Any]) -> Seen | None:
-    """What an alert's evidence says to look at, if it does."""
+    """Return the completions to look at, if the evidence names some."""
     named = part_of(part_of(event, "evidence", dict), "rollouts", dict)
     step, show, q = named.get("step"), named.get("show") or "all", named.get("q") or ""
     if not isinstance(step, int) or isinstance(step, bool) or show not in CHOICES["show"]:
@@ -260,7 +260,7 @@ def seen_of(event: Mapping[str, Any]) -> Seen | None:
 def gather_completions(
     folder: Path, kind: str, events: Iterable[Mapping[str, Any]], columns: Columns
 ) -> dict[str, Any]:
-    """What alerts point at, then the first, a middle and the last recorded step; what went wrong; what to know."""
+    """Return completions of alerts and of the first, a middle and the last recorded step, with problems and notes."""
     steps, parts = recorded.recorded_steps(folder, kind), list[Row]()
     problems, notes, rows = list[str](), list[str](), list[Row]()
     pointed: dict[Seen, list[str]] = {}
@@ -295,7 +295,7 @@ def gather_completions(
 
 
 def _read_part(folder: Path, kind: str, seen: Seen, alerts: list[str], columns: Columns) -> Row:
-    """The completions of a step, or those that alerts name; and what to know of the numbers of their tokens."""
+    """Return the completions of a step, or those that alerts name, with notes on their token data."""
     page = completions_page(folder, kind, seen.step, show=seen.show, q=seen.q, count=SEEN_GROUPS if alerts else GROUPS)
     notes: list[str] = []
     for group in page["groups"]:
@@ -319,7 +319,7 @@ def _read_part(folder: Path, kind: str, seen: Seen, alerts: list[str], columns: 
 
 
 def _best_and_worst(responses: Sequence[Row]) -> list[Row]:
-    """The best and the worst response of a group, or one if all rewards are equal."""
+    """Return the best and the worst response of a group, or one if all rewards are equal."""
     known = [r for r in responses if r["reward"] is not None] or responses
     ranked = sorted(known, key=lambda r: real(r["reward"]) or 0.0)
     if ranked[-1]["reward"] == ranked[0]["reward"]:
@@ -328,7 +328,7 @@ def _best_and_worst(responses: Sequence[Row]) -> list[Row]:
 
 
 def _with_numbers(response: Row, largest: float) -> Row:
-    """A response as the page shows it: its facts in words, its tokens with their numbers where they were recorded."""
+    """Return a response as the page shows it: facts as text, and tokens with recorded numbers."""
     parts = [f"{name} {shown(value)}" for name, value in response["parts"].items() if value is not None]
     facts = [f"reward {shown(response['reward'])}" if response["reward"] is not None else "no reward"]
     if response["correct"] is not None:
@@ -368,7 +368,7 @@ def _with_numbers(response: Row, largest: float) -> Row:
 
 
 def _shades(token: Mapping[str, Any], largest: float) -> str:
-    """A class for each number of a token: which of five shades, and to which side."""
+    """Return the CSS classes of a token: a shade and a sign per quantity."""
     classes = []
     advantage, logp, entropy, ratio = (real(token.get(name)) for name in ("advantage", "logp", "entropy", "ratio"))
     if advantage and largest > 0:
@@ -387,19 +387,19 @@ def _shades(token: Mapping[str, Any], largest: float) -> str:
 COLUMNS = (*recorded.REQUIRED_COLUMNS, "valid", "correct", "status")
 CHANGES = {(0, 1): "wrong → right", (1, 0): "right → wrong", (0, 0): "still wrong"}
 EACH = 2
-"""Answers of each kind of change that are shown."""
+"""Maximum number of answers per kind of change."""
 LONGEST_ANSWER = 300
-"""Characters of an answer that are shown."""
+"""Maximum number of characters of an answer."""
 
 
 def gather_answers(folder: Path, kind: str, greedy: str) -> dict[str, Any] | None:
-    """What became of the answers between two evaluations; None where none were recorded."""
+    """Return how the answers changed between two evaluations; None if none were recorded."""
     steps, problems = recorded.recorded_steps(folder, kind, recorded.HELD_OUT), list[str]()
     if not steps:
         return None
 
     def readable(steps: Sequence[int]) -> tuple[int, dict[Any, Row]] | None:
-        """The first of these steps whose file can be read, with its answers by prompt: each is a group of one."""
+        """Return the first of these steps with a readable file, and its answers by prompt."""
         for step in steps:
             try:
                 with naming_file(recorded.rollout_path(folder, step, recorded.HELD_OUT)):

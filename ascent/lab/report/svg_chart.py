@@ -1,4 +1,4 @@
-"""Numbers as people read them, and charts as SVG: a shape has a class and no color, so a picture is light and dark."""
+"""Number formats, and charts as SVG. Shapes have CSS classes instead of colors, for light and dark themes."""
 
 import json
 import math
@@ -21,13 +21,13 @@ from ascent.runs.display.plots import draw_line
 WIDTH, HEIGHT = 480, 210
 LEFT, RIGHT, TOP, BOTTOM = 50, 66, 12, 26
 GAP = 14.0
-"""The least distance of two labels."""
+"""Minimum distance between two labels."""
 FEW = 40
-"""Each measured point gets a dot if there are at most this many points."""
+"""Maximum number of points for which each gets a dot."""
 HUGE, TINY = 1e150, 1e-290
-"""Beyond these a curve is drawn at the edge, or flat: differences must stay finite."""
+"""Limits of plotted values, within which differences stay finite."""
 STYLES = 8
-"""Colors and dashes that the style sheet has."""
+"""Numbers of colors and dashes in the style sheet."""
 PATH = Markup('<path d="{}" class="{}"/>')
 TEXT = Markup('<text x="{:.1f}" y="{:.1f}" dy="{}" class="{}">{}</text>')
 CROSS = Markup('<path d="M{:.1f} {}l8 8m-8 0l8 -8" class="bad"><title>{}</title></path>')
@@ -38,12 +38,12 @@ Number = int | float
 
 
 def real(value: Any) -> Number | None:
-    """The value, if it is a finite number."""
+    """Return the value if it is a finite number, else None."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
 
 
 def shown(value: Any, digits: int = 4) -> str:
-    """A number as the pages show it: four digits that matter, 15,100 with its comma, and a minus that is one."""
+    """Format a number with four significant digits, thousands separators and a minus sign."""
     if real(value) is None:
         return "·" if value is None else str(value)
     size = abs(value)
@@ -57,19 +57,19 @@ def shown(value: Any, digits: int = 4) -> str:
 
 
 def percent(value: Any) -> str:
-    """A share: 0.123 as 12.3%."""
+    """Format a share: 0.123 as 12.3%."""
     return shown(value) if real(value) is None else shown(float(f"{100 * value:.3g}"), 3) + "%"
 
 
 def number(value: Any, share: bool = False) -> str:
-    """A number as people read it, with exactly what the file holds in its `value`."""
+    """Return a number as HTML; its `value` attribute has the exact number of the file."""
     if real(value) is None:
         return shown(value)
     return Markup('<data value="{}">{}</data>').format(exact(value), percent(value) if share else shown(value))
 
 
 def exact(value: Number) -> str:
-    """A number as JSON has it; one that is whole without its point."""
+    """Format a number as JSON does, whole numbers without a decimal point."""
     return json.dumps(int(value) if float(value).is_integer() and abs(value) < 1e15 else value)
 
 
@@ -86,7 +86,7 @@ TEMPLATES.filters |= {"shown": shown, "number": number, "plural": plural}
 
 @dataclass
 class Series:
-    """One curve. None is not measured; low and high are there where a point stands for several steps."""
+    """One curve. None means not measured; low and high are set if a point aggregates several steps."""
 
     label: str
     x: Sequence[Number]
@@ -94,13 +94,13 @@ class Series:
     low: Sequence[Number | None] | None = None
     high: Sequence[Number | None] | None = None
     nonfinite: Sequence[Sequence[Any]] = field(default_factory=list)
-    """(step, "nan" or "inf") where a number was not finite."""
+    """Pairs (step, "nan" or "inf") of numbers that were not finite."""
     end: Number | None = None
-    """The last value, where the last point is a mean."""
+    """The last value, if the last point is a mean."""
     share: bool = False
-    """Its numbers lie between 0 and 1, and are said in percent."""
+    """Whether the values are between 0 and 1 and are shown in percent."""
     color: int = 0
-    """Its color and dash, as the table of metrics has it."""
+    """Index of its color and dash in the table of metrics."""
 
     @property
     def style(self) -> str:
@@ -108,20 +108,20 @@ class Series:
 
     @cached_property
     def measured(self) -> np.ndarray:
-        """[x, mean, low, high] of the points that were measured."""
+        """Return [x, mean, low, high] of the measured points."""
         rows = (self.x, self.mean, self.low or self.mean, self.high or self.mean)
         table = np.array([[np.nan if v is None else v for v in row] for row in rows], float).reshape(4, -1)
         return np.clip(table[:, ~np.isnan(table[1])], -HUGE, HUGE)
 
     def ends(self) -> list[str]:
-        """The first and the last value in words; none where nothing was measured."""
+        """Return the first and the last value as text; empty if nothing was measured."""
         known = [y for y in self.mean if y is not None]
         values = [known[0], known[-1] if self.end is None else self.end] if known else []
         return [percent(value) if self.share else shown(value, 3) for value in values]
 
 
 class StyledSvg(RendererBase):
-    """Paths and texts as SVG elements, each with the class of the artist that draws it."""
+    """A matplotlib renderer that writes paths and texts as SVG elements with CSS classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class StyledSvg(RendererBase):
             self.parts.append(PATH.format("".join(steps), self.classes[-1]))
 
     def draw_text(self, *given: Any, mtext: Any, **_: Any) -> None:  # type: ignore[override]
-        """Where the text is anchored, and not where matplotlib's own font would begin."""
+        """Draw a text at its anchor, because the browser's font has another width than matplotlib's."""
         x, y = mtext.get_transform().transform(mtext.get_unitless_position())
         class_ = " ".join([self.classes[-1] or "tick", *ANCHORS.get(mtext.get_ha(), ())])
         dy = "0.33em" if mtext.get_va() != "top" else "0.9em"
@@ -157,7 +157,7 @@ class StyledSvg(RendererBase):
 
 
 def y_limits(series: Sequence[Series], share: bool) -> tuple[float, float]:
-    """The part of the y axis that is drawn: from 0 where that is near, and never far beyond 1 for shares."""
+    """Return the limits of the y axis: from 0 if that is near, and at most slightly above 1 for shares."""
     values = np.concatenate([np.empty(0), *(s.measured[1:].ravel() for s in series)])
     values = values[~np.isnan(values)]
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
@@ -173,7 +173,7 @@ def y_limits(series: Sequence[Series], share: bool) -> tuple[float, float]:
 def chart(
     title: str, series: Sequence[Series], share: bool = False, ends: tuple[Number, Number] | None = None
 ) -> Markup:
-    """The picture of some curves over steps: lines, bands from smallest to largest, last values beside the lines."""
+    """Return the SVG of some curves over steps: lines, bands from minimum to maximum, and last values."""
     axis = _axes()
     xs = [float(x) for s in series for x in s.measured[0]] or [0.0]
     left, right = ends or (min(xs), max(xs))
@@ -211,7 +211,7 @@ def chart(
 
 @lru_cache(maxsize=1)
 def _axes() -> Any:
-    """Axes for one chart after the other, for making them takes longest: round ticks, lines across, nothing around."""
+    """Return axes, which all charts reuse because making them is slow."""
     fig = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72)
     axis = fig.add_axes((LEFT / WIDTH, BOTTOM / HEIGHT, 1 - (LEFT + RIGHT) / WIDTH, 1 - (TOP + BOTTOM) / HEIGHT))
     axis.patch.set_visible(False)
@@ -226,7 +226,7 @@ def _axes() -> Any:
 
 
 def _last_values(axis: Any, series: Sequence[Series]) -> None:
-    """The last value of each curve beside its end, none upon another."""
+    """Draw the last value of each curve at its end, without overlap."""
     known = [s for s in series if s.measured.size]
     heights = {n: float(axis.transData.transform((0.0, s.measured[1][-1]))[1]) for n, s in enumerate(known)}
     order = sorted(heights, key=lambda n: heights[n])
@@ -242,7 +242,7 @@ def _last_values(axis: Any, series: Sequence[Series]) -> None:
 
 
 def tick_label(value: Number) -> str:
-    """A tick: 20k for 20,000."""
+    """Format a tick label: 20k for 20,000."""
     if abs(value) < 1e-12:
         return "0"
     for size, sign in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -1,4 +1,4 @@
-"""Figure 3: two states, two actions each, baselines to drag: what moves, and the exact expectation that does not."""
+"""Figure 3: baselines of two states with two actions each, and the exact expectation, which they do not change."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ for state, b in enumerate(({b1}, {b2})):
 
 @dataclass(frozen=True)
 class Minus(Advantage):
-    """The reward minus a number that somebody chose.
+    """The reward minus a fixed number.
 
     A = R − b
     Unbiased whatever b is, as long as it does not see the response; the variance may be anything.
@@ -89,7 +89,7 @@ def _oracle(state: int, probability: float) -> Oracle:
 
 @lru_cache(maxsize=4096)
 def _arrows(index: int, baseline: float, probability: float) -> dict[str, Any]:
-    """The arrows of a state: what drawing each action does to the log-odds of the first, and on average."""
+    """Return the arrows of a state: the effect of sampling each action on the log-odds of the first, and its mean."""
     table = _oracle(index, probability)
     score = table.jacobian("logp")[:, 0, 0]
     reward = table.batch.reward[0, :, 0]
@@ -132,12 +132,12 @@ def _compute(state: ControlState, _: Path | None) -> Look:
 
 
 def _variance(baselines: Sequence[float], probability: float) -> str:
-    """Of the push from one sample, summed over the states."""
+    """Return the variance of the gradient from one sample, summed over the states."""
     return signed(sum(_arrows(i, b, probability)["variance"] for i, b in enumerate(baselines)), 2)
 
 
 def _std(baselines: Sequence[float]) -> str:
-    """The sample standard deviation of the four weights R − b."""
+    """Return the sample standard deviation of the four weights R − b."""
     return f"{stdev(R - b for rewards, b in zip(REWARDS, baselines, strict=True) for R in rewards):.3f}"
 
 

@@ -1,4 +1,4 @@
-"""Figure 4: the clipped surrogate, its gradient by autograd, and where it is silent."""
+"""Figure 4: the clipped surrogate, its gradient by autograd, and where the gradient is 0."""
 
 from contextlib import suppress
 from functools import lru_cache
@@ -16,7 +16,7 @@ from ascent.runs.rollout_files import read_rollouts, recorded_files, rollout_pat
 from ascent.runs.untrusted_files import modified_at, naming_file
 
 _MOST_TRIED = 20
-"""Recorded batches that are opened until one can be read."""
+"""Maximum number of recorded batches that are tried."""
 _WIDEST = 2.0
 """The largest ratio on the axis."""
 
@@ -35,7 +35,7 @@ print("gradient by log π", round(gradient.item(), 3))
 
 
 def _surrogate(loss: Any, ratio: Float[Tensor, "n"], advantage: float) -> tuple[Tensor, Tensor]:
-    """A surrogate at these ratios, and its gradient by logp: the library's own, through autograd."""
+    """Return the surrogate at these ratios and its gradient with respect to logp, by autograd."""
     logp = ratio.log().view(1, 1, -1).requires_grad_()
     A = torch.full_like(logp, advantage).detach()
     value = loss(logp, torch.zeros_like(logp), A, torch.ones_like(logp, dtype=torch.bool))
@@ -83,7 +83,7 @@ def _compute(state: ControlState, runs: Path | None) -> Look:
 
 
 def _dead_zone(loss: Clipped, A: float, ratio: float, gradient: float) -> tuple[list[float], str]:
-    """Where the gradient is 0, as an interval of the axis, and what that means for this token."""
+    """Return the interval in which the gradient is 0, and its meaning for this token."""
     if A == 0:
         return [0.0, _WIDEST], "Without advantage there is nothing to learn from this token, wherever the ratio is."
     if A > 0:
@@ -111,7 +111,7 @@ def _table(loss: Clipped, A: float, ratio: float) -> DataTable:
 
 
 def _ratios(runs: Path | None, loss: Clipped) -> dict[str, Any]:
-    """ρ of every recorded token at the last update of the newest recorded batch, and which are clipped now."""
+    """Return ρ of every token at the last update of the newest recorded batch, and which tokens are clipped."""
     logs, advantages, where = _newest(runs) or (*_sampled_now(), "a batch of the lecture, trained on just now")
     ρ, A = torch.tensor(logs).exp().view(1, 1, -1), torch.tensor(advantages).view(1, 1, -1)
     clips = loss.clipped(ρ.log(), torch.zeros_like(ρ), A, torch.ones_like(ρ, dtype=torch.bool))
@@ -125,7 +125,7 @@ def _ratios(runs: Path | None, loss: Clipped) -> dict[str, Any]:
 
 
 def _newest(runs: Path | None) -> tuple[list[float], list[float], str] | None:
-    """Of the newest recorded batch that can be read."""
+    """Return the log ratios and advantages of the newest readable batch."""
     folders = [] if runs is None else [path.parent for path in runs.glob("*/rollouts") if not path.parent.is_symlink()]
     files = [(modified_at(p) or 0.0, run, step) for run in folders for step, p in recorded_files(run, "ascent").items()]
     for _, run, step in sorted(files, reverse=True)[:_MOST_TRIED]:
@@ -150,7 +150,7 @@ def _recorded(run: Path, step: int) -> tuple[list[float], list[float]]:
 
 @lru_cache(maxsize=1)
 def _sampled_now() -> tuple[list[float], list[float]]:
-    """One step of the lecture's default settings, in memory: where no run has been recorded yet."""
+    """Run one step with the default settings of lecture in memory, if there is no recorded run."""
     from ascent.build.assemble import assemble
     from ascent.core.loop import PhaseTimer, collect
     from ascent.settings import configure

@@ -1,4 +1,4 @@
-"""Figure 5: two trainings side by side, each a run like any other, on tasks small enough to watch."""
+"""Figure 5: two trainings side by side, on small tasks. Each is an ordinary run."""
 
 import shlex
 from dataclasses import replace
@@ -25,9 +25,9 @@ SMALL_TASKS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sort": ("sort 4 numbers out of 5", "sort", _FOUR),
     "repeats": ("5 numbers out of 3: all repeat", "sort", _FIVE),
 }
-"""Name: how it is shown, the task, and the settings that make it small."""
+"""By name: the label, the task, and the settings that make it small."""
 ADVANTAGE_LABELS = {name_of(cls): menu_label(cls) for cls in (*ADVANTAGES, GAE) if cls not in (Greedy, OptimalBaseline)}
-"""Greedy and optimal baselines need another response or a gradient for each response: too slow to watch."""
+"""Without greedy and optimal baselines, which are too slow to watch."""
 LOSS_LABELS = {name_of(cls): menu_label(cls) for cls in LOSSES}
 REWARD_LABELS = {
     "inclusion-ordering": "inclusion + ordering",
@@ -64,7 +64,7 @@ def _of_side(state: ControlState, side: str) -> ControlState:
 
 
 def side_settings(state: ControlState, side: str) -> tuple[str, dict[str, Any]]:
-    """The task and the settings of a side, as `ascent train` takes them."""
+    """Return the task and the settings of a side, as for `ascent train`."""
     own = _of_side(state, side)
     _, task, small = SMALL_TASKS[state["world"]]
     settings: dict[str, Any] = {"algorithm": "dr-grpo", "advantage": own["advantage"], "loss": own["loss"]}
@@ -81,7 +81,7 @@ def side_settings(state: ControlState, side: str) -> tuple[str, dict[str, Any]]:
 
 
 def config_of(state: ControlState, side: str) -> Config:
-    """Checked by the library's own validator: what cannot be is refused with its reason."""
+    """Return the config of a side; invalid settings raise ConfigError."""
     return configure(*side_settings(state, side))
 
 
@@ -107,7 +107,7 @@ def _snippet(state: ControlState) -> str:
 
 
 def run_folder(runs: Path, name: str) -> Path:
-    """The folder of a run by its name; whatever would lead out of the runs folder is refused."""
+    """Return the folder of a run by its name. Paths outside of the folder of runs are refused."""
     if not NAME.fullmatch(name):
         raise ConfigError(f"{name[:80]!r} is not the name of a run")
     folder = (runs / name).resolve()
@@ -117,7 +117,7 @@ def run_folder(runs: Path, name: str) -> Path:
 
 
 def point_of(line: dict[str, Any], maximum: float | None) -> dict[str, Any]:
-    """A line of metrics as it is drawn: reward as a share of its maximum, beside what is exactly right."""
+    """Return a line of metrics for drawing: reward as a share of its maximum, accuracy, entropy and others."""
     clips = [line.get("clip_ratio/low_mean"), line.get("clip_ratio/high_mean")]
     reward = line.get("reward")
     return {
@@ -132,7 +132,7 @@ def point_of(line: dict[str, Any], maximum: float | None) -> dict[str, Any]:
 
 
 def metrics_in_words(line: dict[str, Any], maximum: float | None) -> dict[str, str]:
-    """A line of metrics as the page says it."""
+    """Return a line of metrics as texts."""
     point = point_of(line, maximum)
 
     def share(key: str) -> str:

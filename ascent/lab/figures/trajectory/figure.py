@@ -38,7 +38,7 @@ from ascent.training.small_learner import log_probs
 
 
 class World(NamedTuple):
-    """A prompt, and what pays for a response to it."""
+    """A prompt and the task that rewards its responses."""
 
     task: Any
     prompt: tuple[int, ...]
@@ -51,7 +51,7 @@ class World(NamedTuple):
 
     @property
     def plays(self) -> bool:
-        """Has it turns?"""
+        """Whether a response has several turns."""
         return self.task.episode() is not None
 
 
@@ -66,9 +66,9 @@ _WORLDS = (
 )
 _PROMPT_TEXTS = tuple((str(i), f"[{' '.join(map(str, w.prompt))}]{w.label}") for i, w in enumerate(_WORLDS))
 _GROUP = 6
-"""Responses to the prompt; the first is the one that is followed."""
+"""Number of responses to the prompt. The figure shows the first one token by token."""
 _ADVANTAGES = {name_of(cls): cls() for cls in ADVANTAGES if not (cls().needs or cls().initial_state())}
-"""Those of the menu that need nothing but the rewards of this group."""
+"""The advantages that need only the rewards of this group."""
 _LABELS = {**{name: menu_label(type(choice)) for name, choice in _ADVANTAGES.items()}, "gae": "GAE(λ), exact values"}
 
 _SNIPPET = """\
@@ -94,7 +94,7 @@ def _policy(name: str) -> Policy:
 
 @lru_cache(maxsize=128)
 def group_of(prompt: int, temperature: float, seed: int) -> Batch:
-    """A group of responses to the prompt with their rewards, and the exact value of every state that they pass."""
+    """Return a group of responses with their rewards and the exact values of their states."""
     world = _WORLDS[prompt]
     sampler = SmallPolicyEngine(_policy(world.policy), temperature, torch.Generator().manual_seed(seed))
     bound, prompts = SmallBackend().bind(world.task, None, {}), Prompts.of(torch.tensor([world.prompt]))
@@ -109,7 +109,7 @@ def group_of(prompt: int, temperature: float, seed: int) -> Batch:
 
 
 def _words(batch: Batch, sample: int) -> tuple[int, ...]:
-    """All tokens of a response, observed ones too."""
+    """Return all tokens of a response, including observed ones."""
     return tuple(batch.response[0, sample][batch.present[0, sample]].tolist())
 
 
@@ -126,13 +126,13 @@ def advantages_of(batch: Batch, name: str, lam: float) -> torch.Tensor:
 
 
 class Event(NamedTuple):
-    """What happens at once: the policy writes a token, or its environment answers with several."""
+    """One step of the animation: a token of the policy, or an observation of several tokens."""
 
     drawn: bool
     turn: int
     tokens: list[int]
     start: int
-    """The place of the first of them."""
+    """Index of the first token."""
 
 
 def _events(batch: Batch, sample: int = 0) -> list[Event]:
@@ -205,13 +205,13 @@ def _compute(state: ControlState, _: Path | None) -> Look:
 
 
 def _paid(batch: Batch, events: list[Event]) -> list[float]:
-    """The reward on each token that was drawn; one of the whole response lies on the last."""
+    """Return the reward of each sampled token; an outcome reward is on the last one."""
     reward, actions = batch.reward[0, 0].tolist(), [event.start for event in events if event.drawn]
     return [reward[t] for t in actions] if len(reward) > 1 else [0.0] * (len(actions) - 1) + reward
 
 
 def _shown(world: World, events: list[Event]) -> str:
-    """A response in words: of a conversation, the swaps and the lists that they led to."""
+    """Return a response as text; for several turns, the swaps and the resulting lists."""
     if not world.plays:
         return str(world.task.text([token for event in events for token in event.tokens]))
     return " ".join(str(event.tokens[0]) if event.drawn else world.task.text(event.tokens) for event in events)
@@ -232,7 +232,7 @@ def _verdict(world: World, reward: float, right: bool) -> str:
 
 
 def _blocks(world: World, events: list[Event]) -> list[dict[str, Any]]:
-    """Turns, and the observations between them, each with the numbers of its events and of its first action."""
+    """Return the turns and observations, each with the numbers of its events and of its first action."""
     blocks, action = list[dict[str, Any]](), 0
     for (turn, drawn), group in groupby(enumerate(events), key=lambda each: (each[1].turn, each[1].drawn)):
         part = list(group)
@@ -244,7 +244,7 @@ def _blocks(world: World, events: list[Event]) -> list[dict[str, Any]]:
 
 
 def _next(world: World, events: list[Event], step: int, chances: list[list[float]]) -> dict[str, Any]:
-    """What comes next: the policy's distribution, or that of its environment."""
+    """Return the distribution of what comes next: of the policy, or of the environment."""
     if events[step].drawn:
         ways = [{"label": str(n), "p": p} for n, p in enumerate(chances[events[step].start])]
         caption = "π(place to swap at | state)" if world.plays else "π(next number | state)"

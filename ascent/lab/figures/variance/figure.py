@@ -54,7 +54,7 @@ print("exact bias", round(found.bias(table.gradient), 3))
 
 @dataclass(frozen=True)
 class Rewarded(EnumerableTask):
-    """Three positions, three numbers: the `rewarded` best of 27 responses, most positions right first, earn 1."""
+    """Three positions, three numbers: the `rewarded` best of 27 responses (by positions right) have reward 1."""
 
     rewarded: int = 3
 
@@ -73,7 +73,7 @@ class Rewarded(EnumerableTask):
 
 
 class Tabular(Policy):
-    """A logit for each number at each position, whatever the prompt: nine parameters."""
+    """A logit for each number at each position, independent of the prompt: nine parameters."""
 
     def __init__(self, space: Space):
         super().__init__()
@@ -102,7 +102,7 @@ def exact_oracle(rewarded: int) -> Oracle:
 def sampled_gradients(
     table: Oracle, algorithm: Algorithm, samples: int, state: dict[str, float], seed: int, count: int = _ESTIMATES
 ) -> Float[Tensor, "estimate parameter"]:
-    """`count` gradients of the algorithm, each on a group of its own drawn from the policy."""
+    """Return `count` gradients of the algorithm, each from a separate group of samples."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.multinomial(table.probability, count * samples, replacement=True, generator=generator)
     index = rows.view(count, samples)
@@ -119,7 +119,7 @@ def sampled_gradients(
 
 @lru_cache(maxsize=512)
 def exact_estimate(rewarded: int, baseline: str, samples: int) -> Estimate | None:
-    """Expectation and variance by enumeration; None where there are too many groups for it."""
+    """Return expectation and variance by enumeration; None if there are too many groups."""
     table = exact_oracle(rewarded)
     try:
         return estimate(table, Algorithm(BASELINES[baseline]()), samples, {"baseline": table.expected_reward})
@@ -197,7 +197,7 @@ def _compute(state: ControlState, _: Path | None) -> Look:
 
 
 def _every(rewarded: int, samples: int, chosen: str) -> DataTable:
-    """Every baseline at this group size and sparsity, by enumeration; the costly one only where it is asked for."""
+    """Return a table of every baseline by enumeration; the expensive one only if it is chosen."""
     gradient, rows = exact_oracle(rewarded).gradient, []
     for name in BASELINES:
         if name == "optimal-baseline" != chosen:

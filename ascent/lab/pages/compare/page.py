@@ -1,4 +1,4 @@
-"""Several runs side by side, also as files: their curves as PNG or SVG, and the tables as CSV."""
+"""The page that compares runs, and its downloads: curves as PNG or SVG, tables as CSV."""
 
 import csv
 import io
@@ -21,14 +21,14 @@ from ascent.runs.display.plots import draw_line, figure, finish_panel, legend_ha
 from ascent.runs.metrics import FRACTION_METRICS, chart_of, metric_title
 
 LONGEST = 80
-"""Characters of a file's name."""
+"""Maximum number of characters of a file name."""
 SEEDS = ("band", "lines")
 PICTURES = {"png": "image/png", "svg": "image/svg+xml"}
 TABLES = ("finals", "curves", "settings")
 MOST_PANELS = 60
-"""Metrics of a picture or a table: more than there are charts with all of their series."""
+"""Maximum number of metrics in a picture or a table."""
 _drawing = threading.Lock()
-"""matplotlib draws one picture at a time."""
+"""Held while matplotlib draws, which is not thread-safe."""
 
 
 def routes(lab: Lab) -> list[BaseRoute]:
@@ -36,7 +36,7 @@ def routes(lab: Lab) -> list[BaseRoute]:
         return Comparison(lab.runs, request.query_params.getlist("id"), lab.column_cache)
 
     def numbers(request: Request) -> dict[str, Any]:
-        """Everything with the curves that were asked for; `part=curves` these alone, `part=ends` the last values."""
+        """Return the comparison with the requested curves; `part=curves`: only these; `part=ends`: the last values."""
         part = request.query_params.get("part", "")
         with compared(request) as comparison:
             if part == "ends":
@@ -71,13 +71,13 @@ def routes(lab: Lab) -> list[BaseRoute]:
 
 
 def attached(data: bytes, kind: str, name: str, ending: str) -> Response:
-    """A file to be saved, under a name of plain letters."""
+    """Return a download with a safe file name."""
     safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")
     return Response(data, media_type=kind, headers={"content-disposition": f'attachment; filename="{safe}.{ending}"'})
 
 
 class Selection(NamedTuple):
-    """The metrics that are drawn, over what, and from where to where on that axis."""
+    """The metrics to draw, the x axis, and the range on it."""
 
     metrics: Sequence[str]
     axis: str = "step"
@@ -85,7 +85,7 @@ class Selection(NamedTuple):
 
 
 def selected(request: Request, comparison: Comparison) -> Selection:
-    """What is asked for; without metrics, what is looked at first: the first series of the first chart."""
+    """Parse the selection of a request; the default metric is the first series of the first chart."""
     metrics = list(dict.fromkeys(request.query_params.getlist("metric")))
     if len(metrics) > MOST_PANELS:
         raise ConfigError(f"{len(metrics)} metrics: at most {MOST_PANELS} at once")
@@ -100,7 +100,7 @@ def selected(request: Request, comparison: Comparison) -> Selection:
 
 
 def picture(found: Comparison, chosen: Selection, kind: str = "png", seeds: str = "band") -> bytes:
-    """A panel per metric. A line is a setting: the mean over its seeds with the 95 % interval; or a seed."""
+    """Draw a panel per metric, with a line per setting (mean over its seeds and 95 % interval) or per seed."""
     if not chosen.metrics:
         raise ConfigError(f"0 metrics: a picture has 1 to {MOST_PANELS}")
     import matplotlib
@@ -171,7 +171,7 @@ def _legend(fig: Any, found: Comparison, seeds: str, ends: Sequence[tuple[Any, A
 
 
 def csv_table(found: Comparison, what: str, chosen: Selection, base: str | None = None) -> str:
-    """One of the tables as CSV, numbers in full."""
+    """Return one of the tables as CSV with all digits."""
     if what not in TABLES:
         raise ConfigError(f"table={what[:20]}: there are {', '.join(TABLES)}")
     if what == "settings":
@@ -197,7 +197,7 @@ def _finals(found: Comparison, base: str | None) -> Iterable[list[Any]]:
 
 
 def _curves(found: Comparison, chosen: Selection) -> Iterable[list[Any]]:
-    """The interval as it was computed: nothing is cut off where values end."""
+    """Yield the rows of curves; intervals are not clipped to the bounds of a metric."""
     yield ["metric", "setting", "seeds", chosen.axis, "mean", "low", "high"]
     for metric, lines in found.curves(*chosen, drawn=False).items():
         for name, line in lines["groups"].items():
@@ -207,7 +207,7 @@ def _curves(found: Comparison, chosen: Selection) -> Iterable[list[Any]]:
 
 
 def cell(value: Any) -> Any:
-    """A text that a spreadsheet takes for a formula is marked as text; a negative number is none."""
+    """Escape a text that a spreadsheet would execute as a formula. Negative numbers stay."""
     if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
         try:
             float(value)

@@ -1,4 +1,4 @@
-"""Runs beside one another: settings that differ, seeds of one setting, curves with 95 % intervals, how they ended."""
+"""Compare runs: differing settings, groups of seeds, curves with 95 % intervals, and last values."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from ascent.runs.untrusted_files import finite_number, read_object
 MOST_COMPARED = 50
 BRIEF = ("id", "kind", "task", "label", "seed", "status", "said", "step", "steps", "max_reward")
 NAMED = 3
-"""Settings or runs that a name or a sentence spells out, at most."""
+"""Maximum number of settings or runs that a name or a sentence lists."""
 MAX_ID_LENGTH = 40
 LEGEND = 32
-"""Characters of a setting's name beyond which a legend shortens it."""
+"""Maximum length of a setting's name in a legend."""
 SPENT = {"responses": COSTS["samples"], "tokens": COSTS["tokens"], "seconds": COSTS["seconds"]}
-"""What a run has cost, and the metric that says it."""
+"""Costs of a run and their metrics."""
 MEASURES = (*HEADLINES, "steps", *SPENT)
 UNFINISHED = {
     **{"running": "still running, so this is not yet how it ended", "died": "died before its end"},
     **{"failed": "failed before its end", "interrupted": "stopped before its end"},
 }
-"""Why the last values of a run are not final, by its status."""
+"""Reasons why the last values of a run are not final, by its status."""
 AXES: dict[str, str | None] = {"step": None, **COSTS}
-"""What a curve may be drawn over, and the metric whose running sum that is."""
+"""Possible x axes, and the metric whose running sum each is."""
 DIGITS = 6
 
 
@@ -57,14 +57,14 @@ class Side:
 
     @property
     def setting(self) -> str:
-        """All settings but the seed, as one string; a run whose settings are unknown is like no other."""
+        """All settings but the seed, as one string; unique if the settings are unknown."""
         if not self.config:
             return f"unknown: {self.id}"
         return json.dumps({k: v for k, v in self.config.items() if k != "seed"}, sort_keys=True)
 
     @property
     def pairing(self) -> Any:
-        """By its seed a run is paired; without one it is like no other."""
+        """The seed by which runs are paired; unique if it is unknown."""
         return self.id if self.row["seed"] is None else self.row["seed"]
 
 
@@ -77,7 +77,7 @@ def read_side(place: RunEntry) -> Side:
 
 
 class Comparison:
-    """Some runs of a folder. Their curves are read when it is entered, and stay as they are until it is left."""
+    """Several runs of a folder. Inside the context manager their metrics do not change."""
 
     def __init__(self, root: Path, ids: Sequence[str], column_cache: ColumnCache):
         wanted = list(dict.fromkeys(ids))
@@ -91,7 +91,7 @@ class Comparison:
         self._held = ExitStack()
 
     def __enter__(self) -> Comparison:
-        """In the order of their folders, so that two comparisons never wait for one another."""
+        """Lock the runs in the order of their folders, so that two comparisons cannot deadlock."""
         with ExitStack() as stack:
             for run in sorted(self.runs, key=lambda run: run.place.folder):
                 self.columns[run.id] = stack.enter_context(self.column_cache.columns(run.place))
@@ -110,7 +110,7 @@ class Comparison:
         points: int = DEFAULT_POINTS,
         drawn: bool = True,
     ) -> dict[str, Any]:
-        """As they are drawn; or with all digits, and intervals that go where they go. Of a view, its exact points."""
+        """Return the curves, downsampled for drawing or with all digits and unclipped intervals."""
         if axis not in AXES:
             raise ConfigError(f"x={axis[:20]}: there are {', '.join(AXES)}")
         known = {*CHART_METRICS, *(name for columns in self.columns.values() for name in columns.names)}

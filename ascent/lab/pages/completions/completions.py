@@ -1,4 +1,4 @@
-"""The recorded responses of a run: the groups of a step, one prompt over the steps, and tokens with their numbers."""
+"""Recorded responses of a run: groups of a step, a prompt over the steps, and tokens with their numbers."""
 
 import hashlib
 import math
@@ -25,12 +25,12 @@ IS: dict[str, Callable[[Row], bool]] = {
     "failed": lambda r: r["status"] == "failed",
     "mixed": lambda _: True,
 }
-"""What may be shown of a step: responses of one kind, or those of mixed groups."""
+"""Filters of the responses of a step."""
 CHOICES = {"sort": ("reward", "advantage", "length", "sample"), "show": tuple(IS), "set": recorded.SETS}
 COUNT, MOST_GROUPS = 8, 32
-"""Groups on a page, as a rule and at most."""
+"""Default and maximum number of groups per page."""
 LONGEST = 1000
-"""Characters that are searched for."""
+"""Maximum length of a search text."""
 NONE = {
     recorded.SAMPLED: "No responses were recorded. `--record-rollouts 4` (the default) keeps four groups every "
     "--record-every steps",
@@ -39,23 +39,23 @@ NONE = {
 }
 PLAIN = {"step", "group", "sample", "prompt_text", "response_text", "reward", "valid", "correct", "truncated"}
 PLAIN |= {"length", "advantage", "status", "reason", "parts", "said", "answer"}
-"""Measures that are not components of the reward."""
+"""Columns that are not components of the reward."""
 
 
 def key_of(prompt: str) -> str:
-    """A short name of a prompt, the same in every run and step."""
+    """Return a short hash of a prompt, the same in every run and step."""
     return hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def json_number(value: Any) -> float | int | str | None:
-    """A number as JSON can hold it: six digits; one that is not finite as a word; None: not known."""
+    """Return a number for JSON with six digits; as text if it is not finite; None if it is unknown."""
     if not isinstance(value, float):
         return value if isinstance(value, bool | int) else None
     return float(f"{value:.6g}") if math.isfinite(value) else str(value)
 
 
 def check_choices(**choices: str) -> None:
-    """Refuse a sort, show or set that there is not."""
+    """Raise ConfigError for an unknown sort, filter or set."""
     for name, value in choices.items():
         if value not in CHOICES[name]:
             raise ConfigError(f"{name}={value[:40]}: there are {', '.join(CHOICES[name])}")
@@ -72,7 +72,7 @@ def completions_page(
     count: int = COUNT,
     which: str = recorded.SAMPLED,
 ) -> dict[str, Any]:
-    """Some groups of a step (the newest, if not told; the nearest, if that one was not recorded)."""
+    """Return a page of the groups of a step: the newest by default, the nearest if it was not recorded."""
     check_choices(sort=sort, show=show, set=which)
     if len(q) > LONGEST:
         raise ConfigError(f"q: at most {LONGEST} characters are searched for, here are {len(q)}")
@@ -107,7 +107,7 @@ def completions_page(
 
 
 def groups_of(rows: list[Row]) -> list[Row]:
-    """Rows as groups, in the order in which they were recorded."""
+    """Group the rows, in recorded order."""
     groups, first = dict[int, list[Row]](), rows[0] if rows else {}
     for row in rows:
         groups.setdefault(row["group"], []).append(row)
@@ -117,7 +117,7 @@ def groups_of(rows: list[Row]) -> list[Row]:
 
 
 def _group(number: int, members: list[Row], parts: list[str]) -> Row:
-    """A prompt and its responses; mean and spread are over those whose reward did not fail."""
+    """Return a prompt and its responses, with mean and spread of the rewards that did not fail."""
     prompt = members[0]["prompt_text"] or ""
     responses = [_response(row, parts) for row in members]
     scored = [r for r in responses if r["status"] == "ok"]
@@ -157,7 +157,7 @@ def _response(row: Row, parts: list[str]) -> Row:
 
 
 def _kept(group: Row, show: str, q: str) -> Row:
-    """The group with the responses that are asked for. Text found in its prompt keeps all of them."""
+    """Return the group with the matching responses; all of them if the prompt contains the search text."""
     responses = [r for r in group["responses"] if IS[show](r) and (show != "mixed" or group["kind"] == "mixed")]
     if q and q not in group["prompt"].casefold():
         responses = [r for r in responses if q in r["text"].casefold()]
@@ -165,13 +165,13 @@ def _kept(group: Row, show: str, q: str) -> Row:
 
 
 def _order(response: Row, sort: str) -> tuple[float, int]:
-    """The largest first, and what is not a number last; samples as they were drawn."""
+    """Sort in descending order, with unknown numbers last; samples stay in their order."""
     value = response[sort] if sort != "sample" else None
     return -value if isinstance(value, int | float) else math.inf, response["sample"]
 
 
 def _shares(groups: list[Row]) -> dict[str, int | None]:
-    """How many responses of the step there are of each kind (and groups, and mixed groups); None: nobody knows."""
+    """Count the responses of each kind, the groups, and the mixed groups; None if unknown."""
     every = [r for group in groups for r in group["responses"]]
     counts: dict[str, int | None] = {show: sum(map(test, every)) for show, test in IS.items()}
     for show, field in (("right", "correct"), ("wrong", "correct"), ("truncated", "truncated")):
@@ -183,18 +183,18 @@ def _shares(groups: list[Row]) -> dict[str, int | None]:
 # ---- one prompt over the steps: only prompts are read of most files, and each file once ----------------------
 
 MOST = 200
-"""Steps of one prompt, and prompts of one set, that are told."""
+"""Maximum number of steps of a prompt, and of prompts of a set."""
 LONG, SHORT = 600, 300
-"""Characters of a response, and of a prompt in the list of prompts, that are told."""
+"""Maximum number of characters of a response and of a prompt in lists."""
 _indexes = FileCache(100_000_000)
-"""Which prompts a file holds, in characters."""
+"""Cache of the prompts of each file, limited in characters."""
 _summaries = FileCache(50_000)
 Index = dict[str, tuple[int, str]]
-"""The prompts of a step: key -> group, and how it begins. Of a prompt that was drawn twice, the first group."""
+"""Prompts of a step: key to group and first characters; the first group if a prompt occurs twice."""
 
 
 def _indexed(folder: Path, kind: str, which: str) -> tuple[dict[int, Index], list[str]]:
-    """The prompts of every recorded step, and what is wrong with files that could not be read."""
+    """Return the prompts of every recorded step, and the problems of unreadable files."""
 
     def read(step: int) -> Index:
         rows = recorded.summary_rows(folder, kind, step, ("group", "prompt_text"), which)
@@ -214,7 +214,7 @@ def _indexed(folder: Path, kind: str, which: str) -> tuple[dict[int, Index], lis
 
 
 def prompt_history(folder: Path, kind: str, key: str, which: str = recorded.SAMPLED) -> dict[str, Any]:
-    """A prompt's groups over the steps, each in a few words; `sets`: how many steps of each set hold the prompt."""
+    """Return a summary of the groups of a prompt over the steps; `sets`: number of steps per set with the prompt."""
     check_choices(set=which)
     indexed, problems = _indexed(folder, kind, which)
     steps = [step for step, keys in indexed.items() if key in keys]
@@ -241,7 +241,7 @@ def prompt_history(folder: Path, kind: str, key: str, which: str = recorded.SAMP
 
 
 def _summary(folder: Path, kind: str, step: int, number: int, which: str) -> Row:
-    """A group in a few words."""
+    """Return a summary of a group."""
     columns = (*recorded.REQUIRED_COLUMNS, "valid", "correct", "truncated", "status")
     rows = [row for row in recorded.summary_rows(folder, kind, step, columns, which) if row["group"] == number]
     group = groups_of(rows)[0]
@@ -264,7 +264,7 @@ def _told(r: Row) -> Row:
 
 
 def all_prompts(folder: Path, kind: str) -> dict[str, Any]:
-    """The prompts of a run: held-out ones first, and of each set those that were recorded most often."""
+    """Return the prompts of a run: held-out ones first, then by how often they were recorded."""
     listed, total, problems = list[Row](), 0, list[str]()
     for which in (recorded.HELD_OUT, recorded.SAMPLED):
         indexed, unread = _indexed(folder, kind, which)
@@ -289,14 +289,14 @@ ABSENT = {
     "ratio": "No ratio: no update saw these responses",
 }
 OF_ANSWERS = ("group", "sample", "response", "pieces", "logp_sampler", "mask", "turn", *OF_TURNS, "reason")
-"""All that is known of a greedy answer. Its only log-prob is the sampler's."""
+"""The columns of a greedy answer, whose only log-prob is the sampler's."""
 FOREIGN = "This run's files hold texts, rewards and advantages, and nothing about single tokens"
 
 
 def tokens(
     folder: Path, kind: str, step: int, groups: Iterable[int], sample: int | None = None, which: str = recorded.SAMPLED
 ) -> dict[str, Any]:
-    """The tokens of some groups of a step, in columns; `missing` says what no row has, and why."""
+    """Return the tokens of some groups of a step in columns; `missing` lists absent columns with the reason."""
     check_choices(set=which)
     rows = recorded.full_rows(folder, kind, step, groups, sample, which)
     if kind != "ascent":
@@ -321,11 +321,11 @@ def _tokens(folder: Path, step: int, rows: list[Row], which: str) -> dict[str, A
 
 
 def of_row(row: Row, loss: Any) -> Row:
-    """One response. A list of another length than its tokens is not shown: it would sit beside the wrong ones."""
+    """Return one response. Columns whose length differs from the number of tokens are left out."""
     ids, updates, advantages = (row.get(name) or [] for name in ("response", "logp", "advantage"))
 
     def per_token(values: list[Any] | None) -> list[float] | None:
-        """A number per token; what the file has no number for is NaN."""
+        """Return a number per token, NaN if unknown."""
         if values is None or len(values) != len(ids):
             return None
         return [math.nan if v is None else v for v in values]
@@ -361,7 +361,7 @@ def of_row(row: Row, loss: Any) -> Row:
 
 
 def _clips(loss: Any, logp: list[float], logp_old: list[float], advantage: list[float], drawn: list[bool]) -> Row:
-    """On which side each token is clipped, by the loss itself; and the ratio of a whole response where it uses one."""
+    """Return on which side the loss clips each token, and the ratio of the whole response if it uses one."""
     import torch
 
     now, old, A = (torch.tensor([[values]], dtype=torch.float32) for values in (logp, logp_old, advantage))

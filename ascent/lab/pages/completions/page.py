@@ -55,17 +55,17 @@ def routes(lab: Lab) -> list[BaseRoute]:
 
 
 def which_set(request: Request) -> str:
-    """The set of responses that the address names: what was sampled, or greedy answers to held-out prompts."""
+    """Return the requested set of responses: sampled ones, or greedy answers to held-out prompts."""
     return request.query_params.get("set") or SAMPLED
 
 
 def _greedy(place: RunEntry) -> str:
-    """What the run's evaluation is called."""
+    """Return the label of the run's evaluation."""
     return evaluation_label(read_object(place.folder / "run.json")[0].get("task") if place.kind == "ascent" else None)
 
 
 def sampled_in_step(lab: Lab, place: RunEntry, step: int | None) -> dict[str, int] | None:
-    """All responses of a step by metrics.jsonl, and groups, if config.json has a group's size; None: nobody knows."""
+    """Return the numbers of responses and groups of a step from metrics.jsonl and config.json; None if unknown."""
     if place.kind != "ascent" or step is None:
         return None
     with lab.column_cache.columns(place) as columns:

@@ -1,4 +1,4 @@
-"""The first page: the figures, each with its lessons, and the lessons without one."""
+"""The home page: the figures with their lessons, and the other lessons."""
 
 from starlette.requests import Request
 from starlette.responses import Response

@@ -34,7 +34,7 @@ from ascent.lab.page_base import Lab, json_route, render_page
 
 FOLDER = Path(__file__).parents[2] / "lessons"
 LONG = 5
-"""Lines of code that are shown without being asked for."""
+"""Maximum number of lines of code that are not folded."""
 CODE = re.compile(r'<pre tabindex="0"><code class="language-python">.*?</code></pre>', re.DOTALL)
 BOUND = re.compile(r"\{\{\s*([A-Za-z0-9_.]+)\s*\}\}")
 
@@ -44,9 +44,9 @@ class Lesson:
     slug: str
     title: str
     figure: str | None
-    """The figure beside it; None: text alone."""
+    """The figure beside the text; None: text only."""
     state: str
-    """The state in which the figure opens on this page."""
+    """The initial state of the figure."""
     text: str
     """Markdown."""
 
@@ -60,7 +60,7 @@ def routes(lab: Lab) -> list[BaseRoute]:
         return _lesson_with_figure(request, lesson, lessons, lab)
 
     def figure_page(request: Request) -> Response:
-        """The first lesson that names the figure, or else the figure alone."""
+        """Return the first lesson with this figure, or a page with the figure only."""
         figure, lessons = figure_of(request), read_lessons()
         alone = Lesson(figure.name, figure.title, figure.name, "", figure.about + "\n")
         first = next((lesson for lesson in lessons if lesson.figure == figure.name), alone)
@@ -81,7 +81,7 @@ def figure_of(request: Request) -> Figure:
 
 
 def _lesson_with_figure(request: Request, lesson: Lesson, lessons: list[Lesson], lab: Lab) -> Response:
-    """A lesson with its figure; a state that cannot be is left out, and the page says why."""
+    """Render a lesson with its figure. An invalid state is ignored, and the page shows the error."""
     look, slugs, values, styles = {}, [other.slug for other in lessons], dict[str, Any](), []
     if lesson.slug in slugs:
         around = [None, *lessons, None]
@@ -102,7 +102,7 @@ def _lesson_with_figure(request: Request, lesson: Lesson, lessons: list[Lesson],
 
 
 def read_lessons(folder: Path = FOLDER) -> list[Lesson]:
-    """All lessons, in the order of their file names, NN-slug.md."""
+    """Return all lessons in the order of their file names, NN-slug.md."""
     found = [read_lesson(path) for path in sorted(folder.glob("*.md")) if path.stem != "README"]
     if len({lesson.slug for lesson in found}) != len(found):
         raise ConfigError(f"{folder}: two lessons have the same name")
@@ -131,7 +131,7 @@ def read_lesson(path: Path) -> Lesson:
 
 
 def render(lesson: Lesson, texts: dict[str, str], slugs: list[str]) -> str:
-    """The lesson as HTML: raw HTML in it stays text, numbers are filled in from what the figure says."""
+    """Return the lesson as HTML: raw HTML is escaped, and live numbers come from the figure."""
     parser = with_mathematics(MarkdownIt("commonmark", {"html": False}).enable("table"))
     tokens = parser.parse(lesson.text)
     for i, token in enumerate(tokens):
@@ -148,7 +148,7 @@ def render(lesson: Lesson, texts: dict[str, str], slugs: list[str]) -> str:
     made = made.replace("<pre>", '<pre tabindex="0">')
 
     def folded(match: re.Match[str]) -> str:
-        """Long code stands behind a line that opens it: the text goes on."""
+        """Fold long code."""
         lines, code = match[0].count("\n"), match[0]
         opening = f'<details class="code"><summary>Python, {lines} lines</summary>{code}</details>'
         return opening if lines > LONG else code
@@ -165,7 +165,7 @@ def render(lesson: Lesson, texts: dict[str, str], slugs: list[str]) -> str:
 
 
 def _link(lesson: Lesson, token: Token, slugs: list[str]) -> None:
-    """figure:… sets the figure's state, lesson:… goes to another lesson, all else is shown by a page of its own."""
+    """Resolve a link: figure:… sets the state of the figure, lesson:… opens a lesson, others open a new page."""
     href = str(token.attrs["href"])
     kind, _, rest = href.partition(":")
     if kind == "figure":

@@ -1,4 +1,4 @@
-"""One run: what became of it, its alerts, its curves, its settings."""
+"""The page of one run: status, alerts, curves and settings."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +19,7 @@ from ascent.runs.trust import DESCRIPTION
 from ascent.runs.untrusted_files import finite_number, parse_json, read_object, read_regular
 
 MOST_SLICES = 256
-"""Numbers of a step's responses over time that are drawn."""
+"""Maximum number of time slices of a step."""
 
 
 def routes(lab: Lab) -> list[BaseRoute]:
@@ -39,7 +39,7 @@ def routes(lab: Lab) -> list[BaseRoute]:
 
 
 def lanes_at(folder: Path, step: int | None) -> dict[str, Any]:
-    """How many responses were decoded at once in a step, or in the last one before it of which that is known."""
+    """Return the number of responses decoded at once over time, in this step or the last one before it with data."""
     try:
         lines = read_regular(folder / "lanes.jsonl").split(b"\n")[:-1]
     except OSError:
@@ -58,7 +58,7 @@ def lanes_at(folder: Path, step: int | None) -> dict[str, Any]:
 
 
 def run_page(place: RunEntry, column_cache: ColumnCache) -> dict[str, Any]:
-    """A run in full, less its curves."""
+    """Return everything about a run except its curves."""
     ours, run, config, problems = place.kind == "ascent", dict[str, Any](), dict[str, Any](), list[str]()
     if ours:
         (run, first), (config, second) = (read_object(place.folder / name) for name in ("run.json", "config.json"))

@@ -1,4 +1,4 @@
-"""The list of runs: a row for each, with its status and a small curve; and a person's notes and tags (notes.json)."""
+"""The list of runs with status, a small curve, notes and tags (notes.json)."""
 
 import hashlib
 import os
@@ -41,17 +41,17 @@ from ascent.runs.untrusted_files import (
 )
 
 MOST_EVENTS = 1 << 20
-"""Bytes of events.jsonl that are read."""
+"""Maximum number of bytes of events.jsonl that are read."""
 END, LAST = 1 << 15, 4
-"""Bytes at the end of metrics.jsonl in which a list looks for the last values, and lines of them that are parsed."""
+"""Bytes at the end of metrics.jsonl that are searched for last values, and lines that are parsed."""
 FAR = 1 << 22
-"""And for those of an evaluation, which come now and then."""
+"""Bytes that are searched for the last values of evaluations, which are rare."""
 RARE = ("eval/accuracy", "eval/reward")
 BLANK: dict[str, Any] = {
     **dict.fromkeys(("seed", "steps", "started", "updated", "accuracy", "reward", "max_reward")),
     **{"task": "", "label": "", "status": "unreadable", "step": 0},
 }
-"""A row of which nothing is known."""
+"""A row without data."""
 _read = FileCache(2 * MAX_RUNS)
 
 
@@ -60,7 +60,7 @@ def routes(lab: Lab) -> list[BaseRoute]:
         return {"root": lab.runs.name, "runs": [run_row_or_reason(place) for place in runs_below(lab.runs)]}
 
     def sparks(request: Request) -> dict[str, Any]:
-        """The small curves of some runs; one that is gone meanwhile is left out."""
+        """Return the small curves of some runs, without runs that no longer exist."""
         curves = {}
         for id in repeated_param(request, "id", MAX_RUNS_PER_REQUEST):
             with suppress(ConfigError, OSError), lab.column_cache.columns(find_run(lab.runs, id)) as columns:
@@ -82,7 +82,7 @@ def routes(lab: Lab) -> list[BaseRoute]:
 
 
 def run_row_or_reason(place: RunEntry) -> dict[str, Any]:
-    """A row whatever the files hold: in a list of many runs no one of them may cost the others."""
+    """Return a row even if the files are unreadable, so that one run cannot break the list."""
     try:
         return run_row(place)
     except Exception as error:
@@ -91,7 +91,7 @@ def run_row_or_reason(place: RunEntry) -> dict[str, Any]:
 
 
 def run_row(place: RunEntry) -> dict[str, Any]:
-    """A run in a list: what can be known without reading all of it."""
+    """Return the row of a run, without reading all of its files."""
     note = read_note(place.folder)
     about = BLANK | {"id": place.id, "kind": place.kind, "tags": note["tags"], "note": note["text"]}
     if place.kind != "ascent":
@@ -121,13 +121,13 @@ def run_row(place: RunEntry) -> dict[str, Any]:
 
 
 def part_of(held: Mapping[str, Any], name: str, kind: type[dict] | type[list]) -> Any:
-    """What should be an object or a list, of a file that may hold anything there: then an empty one."""
+    """Return this object or list of an untrusted file; empty if it has another type."""
     part = held.get(name)
     return part if isinstance(part, kind) else kind()
 
 
 def _last_of(last: dict[str, Any], greedy: str) -> dict[str, Any]:
-    """The last share of right answers and reward, each with what it was measured on."""
+    """Return the last accuracy and reward, each with what it was measured on."""
     values: dict[str, Any] = {}
     for name in ("accuracy", "reward"):
         evaluated = f"eval/{name}" in last
@@ -154,7 +154,7 @@ def _foreign_row(place: RunEntry) -> dict[str, Any]:
 
 
 def run_events(place: RunEntry) -> list[dict[str, Any]]:
-    """Alerts, errors and notes, as far as they can be read. A run raises each alert once, so the beginning will do."""
+    """Return the readable events. A run raises each alert once, so reading the start of the file is enough."""
     if place.kind != "ascent":
         return foreign_events(place.folder)
     path = place.folder / "events.jsonl"
@@ -171,7 +171,7 @@ def run_events(place: RunEntry) -> list[dict[str, Any]]:
 
 
 def last_values(path: Path) -> dict[str, Any]:
-    """The last known value of every metric, from the file's end; rare ones by name, without parsing every line."""
+    """Return the last value of every metric from the end of the file; rare ones by name, without parsing every line."""
 
     def read() -> dict[str, Any]:
         with open_regular(path) as file:
@@ -212,7 +212,7 @@ _writing = threading.Lock()
 
 
 def read_note(folder: Path) -> dict[str, Any]:
-    """Text, tags, and a revision that changes with them; of a file that cannot be read, its bytes' revision."""
+    """Return text, tags and a revision that changes with them, also if the file is not readable as JSON."""
     about: dict[str, Any] = {"text": "", "tags": [], "revision": "unreadable"}
     try:
         data = read_regular(folder / FILE)
@@ -227,7 +227,7 @@ def read_note(folder: Path) -> dict[str, Any]:
 
 
 def write_note(folder: Path, text: Any, tags: Any, revision: Any) -> dict[str, Any]:
-    """Replace text and tags, if they are still those that the writer has seen."""
+    """Replace text and tags, unless they have changed since the client read them."""
     if not isinstance(text, str) or len(text) > MOST_TEXT or text != printable(text):
         raise ConfigError(f"a note is text of at most {MOST_TEXT:,} characters")
     if not isinstance(tags, list) or not all(isinstance(tag, str) and tag == printable(tag) for tag in tags):
