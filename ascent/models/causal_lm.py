@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 MODEL_LOAD_ERRORS = (
     OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, PickleError, SafetensorError
 )  # fmt: skip
-"""What transformers may raise for the folder of a model that holds anything."""
+"""Errors that transformers may raise for a folder that does not contain a valid model."""
 
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Types of parameters that are numbers by themselves."""
+"""Unquantized dtypes of parameters."""
 PYTHON_MODELS: dict[str, tuple[Any, Any]] = {}
-"""Models that were given in Python, each with its tokenizer, by the names that stand for them in this process."""
+"""Models passed as Python objects, each with its tokenizer, by the name that stands for them in this process."""
 SAVED_MODEL = "run:model"
-"""In a run's config.json: the model lies in the run's own folder, as it was before the first step."""
+"""Value of `model` in config.json for a model passed as an object: the run's folder has a copy from before step 0."""
 
 
 def register_model(model: Any, tokenizer: Any) -> str:
-    """The name of a model that was given in Python."""
+    """Register a model passed as a Python object; return the name that stands for it in the config."""
     if getattr(model, "get_output_embeddings", lambda: None)() is None or not hasattr(model, "save_pretrained"):
         raise ConfigError(
             f"model is {type(model).__name__}: give a name on the hub, a folder, or a causal language model of "
@@ -61,29 +61,29 @@ def register_model(model: Any, tokenizer: Any) -> str:
 
 
 def restore_python_model(policy: CausalLM, model: Any, tokenizer: Any) -> CausalLM:
-    """The policy of a run that is resumed with the model that it was given: that object is trained in place again.
+    """Return the policy of a resumed run whose model is a Python object, which is trained in place again.
 
-    Its parameters become those of the first step, which the run keeps, because the reference is made of them; then the
-    checkpoint's are loaded. It has to be the same architecture in the same precision.
+    Its parameters are reset to those before step 0, from which the reference is made; the checkpoint is loaded later.
+    The model must have the same architecture and dtype.
     """
     import transformers
 
     name = register_model(model, tokenizer)
-    kept = transformers.AutoModelForCausalLM.from_pretrained(policy.model, dtype=model.dtype).state_dict()
+    saved = transformers.AutoModelForCausalLM.from_pretrained(policy.model, dtype=model.dtype).state_dict()
     now = model.state_dict()
-    odd = sorted(kept.keys() ^ now.keys()) or [key for key in kept if kept[key].shape != now[key].shape]
+    odd = sorted(saved.keys() ^ now.keys()) or [key for key in saved if saved[key].shape != now[key].shape]
     if odd:
-        there = [f"{tuple(state[odd[0]].shape) if odd[0] in state else 'missing'}" for state in (kept, now)]
+        there = [f"{tuple(state[odd[0]].shape) if odd[0] in state else 'missing'}" for state in (saved, now)]
         raise ConfigError(f"model is not the one of this run: {odd[0]} is {there[0]} in the run, {there[1]} now")
     if policy.dtype != "auto" and policy.dtype_on(model.device) != model.dtype:
         wanted = policy.dtype_on(model.device)
         raise ConfigError(f"model is in {model.dtype}, and this run in {policy.dtype}: model.to({wanted})")
-    model.load_state_dict(kept)
+    model.load_state_dict(saved)
     return replace(policy, model=name)
 
 
 def lora_settings(config: Any) -> dict[str, Any]:
-    """A LoraConfig of peft as settings of a policy; refused with the field that has no counterpart here."""
+    """Convert a peft LoraConfig to settings of the policy; a field without a counterpart raises ConfigError."""
     values = config.to_dict()
     if str(values.get("peft_type")).rpartition(".")[2] != "LORA":
         raise ConfigError(f"peft_config is {type(config).__name__}: only LoraConfig is supported")
@@ -101,29 +101,28 @@ def lora_settings(config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CausalLM:
-    """A causal language model of transformers: a folder, or a name on the hub."""
+    """A causal language model of transformers: a folder or a hub name."""
 
     model: str = ""
     """Folder or hub name of the model."""
     dtype: Literal["auto", "float32", "mixed", "bfloat16", "float16"] = "auto"
     """Precision of the parameters; auto: float32 on a CPU; on a GPU, float16 or mixed for a policy all of whose
-    parameters are trained, bfloat16 for everything else. mixed: parameters and matrix products in bfloat16, what lies
-    between them in float32."""
+    parameters are trained, bfloat16 otherwise. mixed: parameters and matmuls in bfloat16, the rest in float32."""
     optimizer_state: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of parameters in bfloat16: gradients and moments in float32 with a float32 copy (18 bytes per parameter), or in
-    bfloat16, rounded at random, with what the copy has more (10 bytes); auto: the first if it fits the GPU."""
+    """Optimizer state for bfloat16 parameters: float32 gradients, moments and master weights (18 bytes per parameter),
+    or bfloat16 with stochastic rounding (10 bytes); auto: float32 if it fits the GPU."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, …, mps; auto: a GPU of NVIDIA's or AMD's if there is one."""
+    """cpu, cuda, cuda:1, …, mps; auto: an NVIDIA or AMD GPU if there is one."""
     lora: int = 0
     """Rank of LoRA adapters (peft); then only these are trained. 0: no adapters, every parameter is trained."""
     lora_alpha: float = 32.0
     """LoRA's scale: the adapters' output is multiplied by alpha/rank."""
     lora_targets: str = "all-linear"
     """Modules that get adapters: all-linear, names separated by commas, or peft: those that peft takes by default for
-    the architecture. The head for words gets none."""
+    the architecture. The LM head gets none."""
     bits: int = 0
-    """4: keep the frozen matrices below LoRA's adapters in 4 bits (NF4, as in QLoRA), a quarter of their memory in
-    bfloat16; 0: in the precision of the parameters."""
+    """4: quantize the frozen weights below LoRA adapters to 4 bits (NF4, as in QLoRA), a quarter of their memory in
+    bfloat16; 0: no quantization."""
     last_layers: int = 0
     """Train only this many last layers and the norm after them; 0: every parameter (or LoRA's)."""
     checkpointing: bool = False
@@ -131,22 +130,22 @@ class CausalLM:
     share_prompts: bool = True
     """Encode a prompt once for its whole group, also in training, if the architecture allows it."""
     gpu_memory: float = 0.0
-    """GiB of a GPU that the run plans with and may take, as where two runs share a card; 0: all of it."""
+    """GiB of GPU memory that the run may use, for example when two runs share a GPU; 0: all of it."""
     rows: int = 0
-    """Responses that are decoded at once; 0: chosen for the device. Changes memory, not the distribution."""
+    """Responses that are decoded at once (batch size); 0: chosen for the device. Affects memory and speed only."""
     engine: Literal["local", "vllm", "sglang"] = "local"
     """Who samples: this process, or servers of vLLM or SGLang."""
     engine_url: tuple[str, ...] = ()
     """Servers that run already on this machine, such as http://127.0.0.1:8000, or `ascent engine` on others, as
     https://HOST:8443; several share the work."""
     engine_python: str = ""
-    """The virtual environment that the engine is in: Ascent starts a server from it, watches it and ends it."""
+    """The virtual environment of the engine, from which Ascent starts, supervises and stops a server."""
     engine_args: str = ""
-    """More arguments for a server that Ascent starts, in one word: "--tensor-parallel-size 2"."""
+    """Further arguments for a server that Ascent starts, as one string: "--tensor-parallel-size 2"."""
     engine_key_env: str = ""
     """Environment variable with the key of `ascent engine`; the urls are then such relays. The key is never written."""
     engine_key_file: str = ""
-    """File with that key, for its owner alone."""
+    """File with that key, readable only by its owner."""
     engine_transport: Literal["file", "nccl"] = "file"
     """How weights reach a server of vLLM: file, through shared memory; or nccl, from GPU to GPU."""
     engine_deadline: float = 600.0
@@ -214,9 +213,9 @@ class CausalLM:
             raise ConfigError(f"--engine.deadline is {self.engine_deadline:g}: set a number of seconds above 0")
 
     def load(self, seed: int = 0, exact: bool = False) -> LanguageModel:
-        """The model and its tokenizer, with LoRA adapters (initialized from the seed) if they are set.
+        """Load the model and its tokenizer, with LoRA adapters (initialized from the seed) if they are set.
 
-        `exact`, for training: if the parameters are rounded to a lower precision, keep the stored ones too.
+        `exact`, for training: if parameters are rounded to a lower precision, keep the stored ones too.
         """
         if not self.model:
             raise ConfigError("--model is missing: set the folder or the hub name of a causal language model")
@@ -231,14 +230,14 @@ class CausalLM:
         if self.last_layers:
             self._free_last(model)
         elif not self.lora:
-            for part in (backbone_of(model), model.get_output_embeddings()):  # nothing else reads or writes text
+            for part in (backbone_of(model), model.get_output_embeddings()):  # other parts do not process text
                 part.requires_grad_(True)
         finer = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad and p.dtype != dtype}
         if self.bits:
             quantize_linears(model, backbone_of(model), device, dtype)
-        for p in unquantized_parameters(model):  # parameters only: of the buffers, rotary frequencies stay in float32
+        for p in unquantized_parameters(model):  # not buffers: RoPE frequencies stay in float32
             p.data = p.data.to(dtype)
-        model = model.to(device)  # what was stored finer stays where it was: a GPU need not hold both
+        model = model.to(device)  # the full-precision copies stay on the CPU
         set_mixed_precision(model, self.dtype == "mixed")
         lm = LanguageModel(model, tokenizer, self._adapt(model, seed) if self.lora else None)
         lm.exact = finer if exact else {}
@@ -249,13 +248,13 @@ class CausalLM:
         return lm
 
     def _given(self) -> tuple[Any, Any, torch.device, torch.dtype]:
-        """The model that was given in Python, to be trained in place, on its own device and in its own precision."""
+        """Return a model passed as a Python object; it is trained in place, on its device and in its dtype."""
         model, tokenizer = PYTHON_MODELS[self.model]
         device = model.device if self.device == "auto" else pick_device(self.device)
         return model, tokenizer, device, model.dtype if self.dtype == "auto" else self.dtype_on(device)
 
     def _read(self, exact: bool) -> tuple[Any, Any, torch.device, torch.dtype]:
-        """The model from its folder or from the hub."""
+        """Load the model from its folder or from the hub."""
         import transformers
 
         if self.model == SAVED_MODEL:
@@ -268,12 +267,12 @@ class CausalLM:
             tokenizer = transformers.AutoTokenizer.from_pretrained(self.model, trust_remote_code=False)
             dtype = self.dtype_on(device)
             as_stored = self.bits or (exact and dtype in (torch.bfloat16, torch.float16))
-            stored = "auto" if as_stored else dtype  # 4 bits: of the same numbers, whatever is computed in
+            stored = "auto" if as_stored else dtype  # quantize the stored weights, whatever the compute dtype
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 self.model, dtype=stored, trust_remote_code=False
             )
         except MODEL_LOAD_ERRORS as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else "no words"
+            first = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
             raise ConfigError(f"--model {self.model} cannot be loaded: {type(error).__name__}: {first}") from None
         if getattr(model, "hf_quantizer", None) is not None or any(
             p.dtype not in FLOAT_DTYPES for p in model.parameters()
@@ -285,7 +284,7 @@ class CausalLM:
         return model, tokenizer, device, dtype
 
     def dtype_on(self, device: torch.device) -> torch.dtype:
-        """The precision of the parameters on a device."""
+        """Return the dtype of the parameters on a device."""
         if self.dtype == "auto":
             if device.type == "cpu":
                 return torch.float32
@@ -306,7 +305,7 @@ class CausalLM:
             module.requires_grad_(True)
 
     def _adapt(self, model: PreTrainedModel, seed: int) -> Any:
-        """LoRA adapters in the model's own layers; the first policy is the model itself."""
+        """Add LoRA adapters to the model's layers; they start at 0, so the policy equals the model at first."""
         try:
             from peft import LoraConfig, get_peft_model
         except ImportError:
@@ -321,7 +320,7 @@ class CausalLM:
                 raise ConfigError(f"--policy.lora-targets {self.lora_targets}: {error}") from None
 
     def _targets(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Which modules of the backbone get adapters, in peft's words. peft skips a name that it does not find."""
+        """Return peft's arguments for the modules that get adapters; unknown names raise, because peft ignores them."""
         names = {module: name for name, module in model.named_modules()}
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         inside = {names[module] for module in backbone_of(model).modules()}
@@ -329,10 +328,10 @@ class CausalLM:
         targets = _peft_default_targets(model) if targets == ["peft"] else targets
         for target in targets if targets != ["all-linear"] else []:
             places = {name for name in names.values() if f".{name}".endswith(f".{target}")} if target else set()
-            wrong = None if places & inside else "the model has no part of this name that reads text"
+            wrong = None if places & inside else "the model has no module of this name in its text backbone"
             if names[head] in places or (names[embedding] in places and head.weight is embedding.weight):
-                wrong = "the head for words gets no adapter: log-probs are computed from its matrix, chunk by chunk"
-                wrong += "" if names[head] in places else ", and here that is the embedding's"
+                wrong = "the LM head gets no adapter: log-probs are computed from its weight, chunk by chunk"
+                wrong += "" if names[head] in places else ", and this model ties it to the embedding"
             if wrong is not None:
                 raise ConfigError(f"--policy.lora-targets {target}: {wrong}. Set all-linear, or other names")
         outside = [name for module, name in names.items() if isinstance(module, nn.Linear) and name not in inside]
@@ -343,7 +342,7 @@ class CausalLM:
 
 
 def _peft_default_targets(model: PreTrainedModel) -> list[str]:
-    """The modules that peft adapts where its config names none: for most architectures the queries and the values."""
+    """Return peft's default target modules, which are the query and value projections for most architectures."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
     kind = str(model.config.model_type)
@@ -357,7 +356,7 @@ def _peft_default_targets(model: PreTrainedModel) -> list[str]:
 
 
 def check_address(url: str, relayed: bool, flag: str = "--engine.url") -> None:
-    """Refuse an address of a server that would be exposed, expose a key, or be written down with a password."""
+    """Raise ConfigError for a server address that exposes the server or a key, or that contains a password."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname or "", parts.port
@@ -395,33 +394,32 @@ def pick_device(name: str) -> torch.device:
 
 
 def backbone_of(model: Any) -> Any:
-    """The part from ids to last hidden states. What Llama 4 calls its decoder has the head too."""
+    """Return the transformer without the LM head, which the decoder of Llama 4 includes."""
     decoder = model.get_decoder()
     headed = getattr(decoder, "get_output_embeddings", lambda: None)() is not None
     return decoder.model if headed and hasattr(decoder, "model") else decoder
 
 
-# ---- float32 between products in half precision ------------------------------------------------------
+# ---- mixed precision: float32 residual stream, half-precision matmuls ------------------------------------
 
 
-def set_mixed_precision(model: Any, on: bool = True) -> None:
-    """From now on, if `on`, the model is computed as autocast does it: words, and what is added to them, in float32.
+def set_mixed_precision(model: Any, enabled: bool = True) -> None:
+    """Enable or disable mixed precision: residual stream and norms in float32, matmuls in the dtype of the parameters.
 
-    Norms are worked out in float32 too, and matrix products in the type of the parameters. A model that was given in
-    Python may have been mixed by an earlier run.
+    It may already be enabled if an earlier run used the same model object.
     """
     backbone, words = backbone_of(model), model.get_input_embeddings()
-    if on == is_mixed_precision(model):
+    if enabled == is_mixed_precision(model):
         return
     replaced: dict[Any, Any] = {backbone: _autocast_forward} | {
         m: _float32_layer_norm for m in backbone.modules() if type(m) is nn.LayerNorm
     }
     for module, forward in replaced.items():
-        if on:
+        if enabled:
             module.forward = partial(forward, module)
         else:
             del module.forward
-    if on:
+    if enabled:
         words.register_forward_hook(_to_float32)
     else:
         words._forward_hooks.clear()
@@ -435,7 +433,9 @@ def _autocast_forward(backbone: Any, *args: Any, **more: Any) -> Any:
     weight = backbone.get_input_embeddings().weight
     with torch.autocast(weight.device.type, weight.dtype, cache_enabled=False):
         out = type(backbone).forward(backbone, *args, **more)
-    out.last_hidden_state = out.last_hidden_state.to(weight.dtype)  # the head is a matrix product
+    out.last_hidden_state = out.last_hidden_state.to(
+        weight.dtype
+    )  # the LM head is a matmul in the dtype of the parameters
     return out
 
 
@@ -444,37 +444,37 @@ def _to_float32(_module: Any, _args: Any, words: Tensor) -> Tensor:
 
 
 def _float32_layer_norm(norm: Any, x: Tensor) -> Tensor:
-    """On a CPU autocast does not do this; norms of other kinds widen what they are given themselves."""
+    """LayerNorm in float32, which autocast does not do on a CPU; RMSNorms convert their inputs themselves."""
     weight, bias = (None if p is None else p.float() for p in (norm.weight, norm.bias))
     return torch.nn.functional.layer_norm(x.float(), norm.normalized_shape, weight, bias, norm.eps)
 
 
 class LanguageModel(nn.Module):
-    """A model with its tokenizer, and what the engines need to know about them.
+    """A model with its tokenizer, and the properties that the engines need.
 
-    A prompt goes through the chat template once, here; nothing is ever tokenized again.
+    A prompt passes the chat template once, here; text is never tokenized a second time.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, adapted: Any = None):
         super().__init__()
-        self.model, self.tokenizer = model.eval(), tokenizer  # for good: training mode would turn dropout on
-        self._adapted = (adapted,)  # peft's wrapper of the same module, for saving; in a tuple: it is not a submodule
+        self.model, self.tokenizer = model.eval(), tokenizer  # permanently: training mode would enable dropout
+        self._adapted = (adapted,)  # peft's wrapper, for saving; in a tuple, so that it is not a submodule
         own, ends = tokenizer.eos_token_id, model.generation_config.eos_token_id
         self.ends = frozenset(e for e in [*(ends if isinstance(ends, list) else [ends]), own] if e is not None)
         if not self.ends:
-            raise ConfigError("the model has no end token, so no response could ever end")
+            raise ConfigError("the model has no end-of-sequence token, so no response could end")
         self.end: int = min(self.ends) if own is None else own
         self.vocab: int = model.get_output_embeddings().weight.shape[0]
         self.exact: dict[str, Tensor] = {}
-        """Trained parameters as stored, where the model has rounded them: training starts from these."""
+        """Trained parameters in their stored precision, where loading rounded them: training starts from these."""
         self.limit = math.inf
-        """Bytes of its GPU that may be taken."""
+        """Bytes of GPU memory that may be used."""
         self.shares = True
-        """Can a group's prompt be encoded once? The learner finds out."""
+        """Whether a group's prompt can be encoded once; checked by the learner."""
         self.fuses = True
-        """May a learner fuse its parts? A proof of the whole model says it."""
+        """Whether the learner may fuse layers; checked on the whole model (model_verification.py)."""
         self._own: dict[str, Tensor] | None = None
-        """A table of parameters, all of which are its own."""
+        """The last dict of parameters that consists of the model's own tensors."""
 
     @property
     def device(self) -> torch.device:
@@ -482,28 +482,28 @@ class LanguageModel(nn.Module):
 
     @property
     def gpu_memory(self) -> float:
-        """Bytes of the GPU that it is on, or what may be taken of them."""
+        """Bytes of GPU memory, or the limit that is set."""
         return min(self.limit, torch.cuda.get_device_properties(self.device).total_memory)
 
     @property
     def config(self) -> Any:
-        """The configuration of the part that reads and writes text: of a composite model (Gemma 3), one of several."""
+        """The config of the text model, which is one of several in a multimodal model (Gemma 3)."""
         return self.model.config.get_text_config(decoder=True)
 
     @property
     def backbone(self) -> nn.Module:
-        """The transformer without the head: from ids to last hidden states."""
+        """The transformer without the LM head."""
         return backbone_of(self.model)
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: Any, backbone: nn.Module | None = None) -> Tensor:
-        """Last hidden states `[row position width]`, with one of the engines' attention layouts."""
+        """Return the last hidden states `[row position hidden_size]`, with one of the attention layouts."""
         out = (backbone or self.backbone)(input_ids=ids, position_ids=positions, use_cache=False, layout=layout)
         return out.last_hidden_state
 
     def encode(self, messages: list[dict[str, str]]) -> list[int]:
-        """The ids of a chat in its template, ready for the answer; without a template, of the plain text.
+        """Apply the chat template with the generation prompt; without a template, tokenize the plain text.
 
-        Some tokenizers put their end token behind a text. A response continues the prompt, so it is taken off again.
+        An end token that the tokenizer appends is removed, because the response continues the prompt.
         """
         if self.tokenizer.chat_template is None:
             text = "\n\n".join(message["content"] for message in messages)
@@ -515,24 +515,24 @@ class LanguageModel(nn.Module):
         return len(list(takewhile(self.ends.__contains__, reversed(ids))))
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text, with no special token added."""
+        """Tokenize a text without adding special tokens."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def tokenize_steps(self, steps: list[str], separator: str, ended: bool) -> list[list[int]]:
-        """Each step with the separator behind it, tokenized by itself; the end token last, if the response ended."""
+        """Tokenize each step separately, followed by the separator; the last one by the end token if `ended`."""
         pieces = [self.tokenize(step + separator) for step in steps[:-1]]
         return [*pieces, [*self.tokenize(steps[-1]), *([self.end] if ended else [])]]
 
     def decode(self, ids: list[int] | np.ndarray) -> str:
-        # An array, because transformers first inspects every number of a list, which takes longer than decoding.
+        # transformers inspects every element of a list, which takes longer than decoding; an array is faster
         return self.tokenizer.decode(np.asarray(ids, dtype=np.int64), skip_special_tokens=True)
 
     def piece(self, token: int) -> str:
-        """One token as text, special tokens included."""
+        """Return one token as text, special tokens included."""
         return self.tokenizer.decode([token])
 
     def save(self, folder: Path) -> None:
-        """An ordinary Hugging Face folder, with the adapters merged."""
+        """Save as an ordinary Hugging Face folder, with the adapters merged."""
         model: Any = self.model
         if self._adapted[0] is not None:
             model = copy.deepcopy(self._adapted[0])
@@ -545,12 +545,12 @@ class LanguageModel(nn.Module):
             os.chmod(path, 0o644)
 
     def trained(self) -> dict[str, Tensor]:
-        """The trained parameters, by name."""
+        """Return the trained parameters by name."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
     def take(self, params: dict[str, Tensor]) -> None:
-        """Use these as its trained parameters; its own are not copied."""
+        """Load these trained parameters; tensors that are already the model's own are not copied."""
         if params is self._own:
             return
         own = self.trained() if params else {}

@@ -178,7 +178,7 @@ class _TokenStats(torch.autograd.Function):
 
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a·b, accumulated in the dtype of `total`, which is float32 for half-precision factors."""
+    """Compute total += a·b, accumulated in the dtype of `total`, which is float32 for half-precision factors."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:

@@ -1,4 +1,4 @@
-"""Small policies: their interface, a linear one and a transformer. Parameters are their only state."""
+"""Small policies: the interface, a linear policy, and a transformer. They have no state besides parameters."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Sampled(NamedTuple):
 
 
 Follow = Callable[[Int[Tensor, "row"]], tuple[Int[Tensor, "row"], Bool[Tensor, "row"]]]
-"""From the tokens that were drawn to those that stand in the responses, and which of them continue."""
+"""Maps sampled tokens to those of the responses (an environment may replace them) and a mask of those that continue."""
 
 
 class Policy(nn.Module):
-    """π(token | prompt, tokens so far), as a module with two methods, or three if it reads what is answered."""
+    """π(token | prompt, previous tokens). Autoregressive policies implement `sample_turns` too, for environments."""
 
     space: Space
     sample_turns: Callable[..., Sampled]
-    """`sample` with an environment: a last argument, a `Follow`, is called after each token."""
+    """`sample` with an environment: the additional last argument, a `Follow`, is called after each token."""
 
     def logits(
         self, prompt: Int[Tensor, "prompt position"], response: Int[Tensor, "prompt sample token"]
@@ -42,16 +42,18 @@ class Policy(nn.Module):
         raise NotImplementedError
 
     def sample(self, prompt: Tensor, samples: int, temperature: float, generator: torch.Generator | None) -> Sampled:
-        """`samples` responses per prompt, drawn with this generator, or greedy without one."""
+        """Sample `samples` responses per prompt with this generator; without a generator decode greedily."""
         raise NotImplementedError
 
 
 class ValueFunction(nn.Module):
-    """V(prompt, tokens so far), as a head on a backbone: its own, or the policy's."""
+    """V(prompt, previous tokens): a value head on a separate backbone, or on the policy's."""
 
     def __init__(self, backbone: Policy, shared: bool):
         super().__init__()
-        self._backbone = (backbone,)  # in a tuple: a shared one is not a submodule, and is saved with the policy only
+        self._backbone = (
+            backbone,
+        )  # in a tuple: a shared backbone is not a submodule, and is saved only with the policy
         if not shared:
             self.own = backbone
 
@@ -60,20 +62,20 @@ class ValueFunction(nn.Module):
         return self._backbone[0]
 
     def trained(self) -> list[Tensor]:
-        """What is trained with it: the head, and a backbone of its own."""
+        """Return the trained parameters: the head, and the backbone if it is not shared."""
         return [p for p in self.parameters() if p.requires_grad]
 
     def values(
         self, prompt: Int[Tensor, "prompt position"], response: Int[Tensor, "prompt sample token"]
     ) -> Float[Tensor, "prompt sample state"]:
-        """The value of the state before each token, and of the state after the last token."""
+        """Return the value of the state before each token, and of the state after the last token."""
         raise NotImplementedError
 
 
 def draw_next(
     logits: Float[Tensor, "row vocab"], temperature: float, generator: torch.Generator | None
 ) -> tuple[Int[Tensor, "row"], Float[Tensor, "row"]]:
-    """One token per row and its log-probability at this temperature; without a generator, the most likely token."""
+    """Sample one token per row (torch.multinomial; without a generator argmax); return it and its log-prob."""
     logp = torch.log_softmax(logits / temperature, -1)
     if generator is None:
         token = logits.argmax(-1)
@@ -94,7 +96,7 @@ class PerPosition:
 
     backend: ClassVar[str] = "small"
     reads: ClassVar[bool] = False
-    """Does a token depend on those before it? Else it cannot know what an environment answers."""
+    """Whether a token depends on previous tokens, which environments need."""
 
     def __call__(self, space: Space, generator: torch.Generator) -> PerPositionPolicy:
         if space.end is not None:
@@ -105,12 +107,12 @@ class PerPosition:
         return PerPositionPolicy(space, self.dim, generator)
 
     def critic(self, policy: PerPositionPolicy, shared: bool, generator: torch.Generator) -> PerPositionValue:
-        """A value function on this policy's matrices, or on new ones of the same shape."""
+        """Build a value function on this policy's parameters, or on new ones of the same shape."""
         return PerPositionValue(policy if shared else self(policy.space, generator), shared)
 
 
 class PerPositionPolicy(Policy):
-    """Every response position is drawn independently of the others, following Stanford's CS336, lecture 17:
+    """A policy that samples all response positions independently, following Stanford's CS336, lecture 17.
 
         encoded = Σ_position emb[prompt_position] · E_position
         logits_position = encoded · D_position · embᵀ        (the same embedding, no bias, no activation)
@@ -121,7 +123,7 @@ class PerPositionPolicy(Policy):
     def __init__(self, space: Space, dim: int, generator: torch.Generator):
         super().__init__()
         self.space = space
-        # The order of these draws is part of the published random stream.
+        # The order of these calls is part of the published random stream.
         shapes = ((space.vocab, dim), (space.prompt_length, dim, dim), (space.limit, dim, dim))
         embedding, encode, decode = (torch.randn(*shape, generator=generator) for shape in shapes)
         self.embedding = nn.Parameter(embedding)
@@ -158,7 +160,7 @@ class PerPositionPolicy(Policy):
 class PerPositionValue(ValueFunction):
     """V(s_t) = b_t + w_t · encoded + Σ_{u<t} a_u · logit_u(y_u), with the backbone's encoding and logits.
 
-    The sum is what the tokens so far have earned, estimated from their logits; the rest is what is to come.
+    The sum estimates the reward of the previous tokens from their logits; the rest is the reward to come.
     """
 
     def __init__(self, backbone: PerPositionPolicy, shared: bool):
@@ -208,7 +210,7 @@ class Transformer:
         return TransformerPolicy(space, self, generator)
 
     def critic(self, policy: TransformerPolicy, shared: bool, generator: torch.Generator) -> TransformerValue:
-        """A value function on this policy's blocks, or on new ones of the same shape."""
+        """Build a value function on this policy's blocks, or on new ones of the same shape."""
         return TransformerValue(policy if shared else self(policy.space, generator), shared)
 
 
@@ -271,13 +273,13 @@ class TransformerPolicy(Policy):
         return self.norm(x), grown
 
     def _encode(self, prompt: Int[Tensor, "prompt position"]) -> tuple[Float[Tensor, "prompt width"], list[Cache]]:
-        """The state before the first response token, and the prompt's cache."""
+        """Return the hidden state before the first response token, and the KV cache of the prompt."""
         separator = prompt.new_full((prompt.shape[0], 1), self.space.vocab)
         hidden, caches = self._forward(torch.cat([prompt, separator], 1), 0, None)
         return hidden[:, -1], caches
 
     def states(self, prompt: Tensor, response: Tensor, head: nn.Module) -> Float[Tensor, "prompt sample state out"]:
-        """The head's output at the state before each token, and at the state after the last token."""
+        """Return the head's output at the state before each token, and at the state after the last token."""
         prompts, samples, tokens = response.shape
         first, caches = self._encode(prompt)
         out = head(first)[:, None, None].expand(-1, samples, -1, -1)
@@ -320,7 +322,7 @@ class TransformerPolicy(Policy):
 
 
 class TransformerValue(ValueFunction):
-    """A linear head on the last layer's state, initially 0."""
+    """A linear value head on the last hidden state, initially 0."""
 
     def __init__(self, backbone: TransformerPolicy, shared: bool):
         super().__init__(backbone, shared)
@@ -335,5 +337,5 @@ class TransformerValue(ValueFunction):
 
 
 def _repeat(caches: list[Cache], samples: int) -> list[Cache]:
-    """A prompt's keys and values for each sample of its group."""
+    """Repeat the KV cache of a prompt for each sample of its group."""
     return [(k.repeat_interleave(samples, 0), v.repeat_interleave(samples, 0)) for k, v in caches]

@@ -1,10 +1,10 @@
-"""Kernels in C for language models on a CPU (cpu.c): products with few rows, norms, attention row by row, the draw,
-and what lies between the products of an update.
+"""C kernels for language models on a CPU (cpu_kernels.c).
 
-They are compiled on first use, which takes seconds once per machine. They need float32, GCC, and Linux on x86 with AVX2
-or on 64-bit Arm, where they were tested under emulation and never timed; elsewhere torch computes the same, slower.
-ASCENT_NATIVE=0 turns them off. Threads are those of torch: the library is linked against the OpenMP that torch has
-loaded.
+Decoding: matmuls with few rows, RMSNorm, paged attention, token sampling. Updates: SwiGLU, RoPE, RMSNorm and log-probs.
+
+They are compiled at the first use, which takes seconds once per machine. They need float32, GCC, and Linux on x86 with
+AVX2 or on 64-bit Arm, where they were tested under emulation and never timed; elsewhere PyTorch computes the same, more
+slowly. ASCENT_NATIVE=0 disables them. They use the thread count of PyTorch and its OpenMP library.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ COMPILER_TARGETS = {
     "x86_64": ("-march=native", "-mprefer-vector-width=512"),
     "aarch64": ("-march=armv8-a", "-fno-schedule-insns"),
 }
-"""By machine, what GCC compiles for.
+"""Compiler flags by machine.
 
-Vectors of 4 numbers are part of every 64-bit Arm. `native` would add nothing to them, but code that no test has run.
-There GCC also moves instructions before it gives out registers, unless it is told not to, and then a product's 24 sums
-do not stay in theirs.
+Every 64-bit Arm has vectors of 4 floats; `native` would only add code that no test has run. Without -fno-schedule-insns
+GCC on Arm schedules instructions before it allocates registers, and spills the 24 accumulators of a matmul.
 """
 COMPILER_FLAGS = (
     "-O3",
@@ -46,7 +45,7 @@ COMPILER_FLAGS = (
     "-std=gnu11",
 )
 COMPILER_TIMEOUT = 120
-"""Seconds that the compiler may take."""
+"""Seconds."""
 ARGUMENT_TYPES = {
     "panel_width": (),
     "norm_block_rows": (),
@@ -67,12 +66,12 @@ ARGUMENT_TYPES = {
 
 
 def load_library() -> ctypes.CDLL | None:
-    """The compiled kernels; None where there are none."""
+    """Return the compiled kernels; None if they are not available."""
     return _load(COMPILER_FLAGS)
 
 
 def can_compile() -> bool:
-    """Can they be compiled here, and are they wanted?"""
+    """Return whether the kernels can be compiled on this machine and are enabled."""
     machine = platform.machine()
     is_supported = (
         machine in COMPILER_TARGETS
@@ -87,26 +86,29 @@ def _load(flags: tuple[str, ...]) -> ctypes.CDLL | None:
     if not can_compile():
         return None
     try:
-        found = _compile(flags)
+        library = _compile(flags)
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         why = (getattr(error, "stderr", None) or str(error)).strip()[:300]
-        warnings.warn(f"the kernels for this CPU cannot be compiled ({why}): torch is used, slower", stacklevel=3)
+        warnings.warn(
+            f"the C kernels for this CPU cannot be compiled ({why}): using PyTorch instead, which is slower",
+            stacklevel=3,
+        )
         return None
     for name, arguments in ARGUMENT_TYPES.items():
-        function = getattr(found, name)
+        function = getattr(library, name)
         function.argtypes, function.restype = arguments, None if arguments else c_long
-    return found
+    return library
 
 
 def _openmp_library() -> str:
-    """The OpenMP library that torch has loaded, if it is GCC's; else nothing."""
-    found = {line.split(maxsplit=5)[5] for line in _read_lines("/proc/self/maps") if "/libgomp" in line}
-    around = str(Path(torch.__file__).parent.parent)  # some wheels have it in torch/lib, and some in torch.libs beside
-    return min(found, key=lambda path: (not path.startswith(f"{around}/torch"), path), default="")
+    """Return the path of the OpenMP library that PyTorch has loaded if it is GCC's, else an empty string."""
+    paths = {line.split(maxsplit=5)[5] for line in _read_lines("/proc/self/maps") if "/libgomp" in line}
+    site_packages = str(Path(torch.__file__).parent.parent)  # wheels have it in torch/lib or in torch.libs
+    return min(paths, key=lambda path: (not path.startswith(f"{site_packages}/torch"), path), default="")
 
 
 def _processor_info() -> str:
-    """What it is and can do; nothing elsewhere than on Linux."""
+    """Return the processor's model and features; an empty string except on Linux."""
     kinds = ("model name", "flags", "CPU ", "Features")  # on x86 the first two, on Arm the others
     lines = [line for line in _read_lines("/proc/cpuinfo") if line.startswith(kinds)]
     return "\n".join(sorted({f"{line} " for line in lines}))
@@ -120,23 +122,23 @@ def _read_lines(path: str) -> list[str]:
 
 
 def _compile(flags: Sequence[str]) -> ctypes.CDLL:
-    """The library, from the cache if the same compiler has made it of the same source for the same processor."""
+    """Compile the library, or load it from the cache for the same source, flags, compiler and processor."""
     openmp = _openmp_library()
-    made_of = [SOURCE.read_text(), *flags, _run("gcc", "--version"), Path(openmp).name, _processor_info()]
+    inputs = [SOURCE.read_text(), *flags, _run("gcc", "--version"), Path(openmp).name, _processor_info()]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ascent" / "kernels"
-    name = f"cpu-{_digest(chr(10).join(made_of).encode())}"
+    name = f"cpu-{_digest(chr(10).join(inputs).encode())}"
     for path in folder.glob(f"{name}-*.so"):
-        mine = path.stat().st_uid == os.getuid()
-        if mine and path.stem.endswith(_digest(path.read_bytes())):  # a damaged one would end the process
+        is_own = path.stat().st_uid == os.getuid()
+        if is_own and path.stem.endswith(_digest(path.read_bytes())):  # loading a damaged file would crash the process
             return ctypes.CDLL(str(path))
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    kept = folder.is_dir() and os.access(folder, os.W_OK)
-    with tempfile.TemporaryDirectory(dir=folder if kept else None) as scratch:
+    can_cache = folder.is_dir() and os.access(folder, os.W_OK)
+    with tempfile.TemporaryDirectory(dir=folder if can_cache else None) as scratch:
         made = f"{scratch}/cpu.so"
         _run("gcc", *flags, "-c", str(SOURCE), "-o", f"{scratch}/cpu.o")
         _run("gcc", "-shared", f"{scratch}/cpu.o", openmp, "-lm", "-o", made)
-        if kept:  # at once: others may do the same at the same time
+        if can_cache:  # atomically: other processes may compile at the same time
             path = folder / f"{name}-{_digest(Path(made).read_bytes())}.so"
             os.replace(made, path)
             made = str(path)
@@ -155,23 +157,23 @@ def _run(*command: str) -> str:
 
 
 def is_supported(*tensors: Tensor) -> bool:
-    """Are there kernels for these? Not for shards and other kinds of tensors, whose numbers lie elsewhere."""
+    """Return whether the kernels support these tensors: plain (not sharded) float32 tensors on a CPU."""
     plain = all(type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.is_cpu for x in tensors)
     return plain and load_library() is not None
 
 
 class PackedWeight:
-    """Matrices `[out in]` that read the same x, packed for products with few rows."""
+    """Weight matrices `[out in]` with the same input, merged and packed for matmuls with few rows."""
 
     def __init__(self, weights: Sequence[Tensor], gated: bool = False):
-        """`gated`: they are gate and up, whose panels take turns, and a product is act(gate)·up."""
+        """`gated`: the weights are gate and up; their panels are interleaved, and the result is act(gate)·up."""
         width, columns = _library().panel_width(), sum(map(len, weights))
         self.gated, self.out = gated, columns // 2 if gated else columns
         self.packed = weights[0].new_zeros(-(-self.out // width) * (1 + gated), weights[0].shape[1], width)
         self.pack(weights)
 
     def pack(self, weights: Sequence[Tensor]) -> None:
-        """Matrices of the same shapes, in place of those before."""
+        """Replace the packed weights by others of the same shapes."""
         if self.gated:
             halves = list(weights) if len(weights) == 2 else weights[0].chunk(2)
             places = [(half, 0, i) for i, half in enumerate(halves)]
@@ -191,58 +193,60 @@ class PackedWeight:
         return y
 
 
-def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, add: float = 0.0) -> tuple[Tensor, Tensor]:
-    """x ← x + y, in place, and its norm (add + weight)·x/√(mean x² + ε). All are contiguous."""
+def add_rms_norm(
+    x: Tensor, y: Tensor | None, weight: Tensor, eps: float, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Add y to x in place; return x and its RMSNorm (weight_offset + weight)·x/√(mean x² + ε). All are contiguous."""
     out = torch.empty_like(x)
     _library().add_rms_norm(
-        _pointer(x), _pointer(y), _pointer(weight), eps, add, len(x), x.shape[1], _pointer(out), _threads()
+        _pointer(x), _pointer(y), _pointer(weight), eps, weight_offset, len(x), x.shape[1], _pointer(out), _threads()
     )
     return x, out
 
 
-def supports_attention(channel: int, size: int) -> bool:
-    """Is there attention for so many channels and pages of this size?"""
-    return channel % 16 == 0 and channel <= 512 and size <= 1024
+def supports_attention(head_dim: int, block_size: int) -> bool:
+    """Return whether `paged_attention` supports this head_dim and block size."""
+    return head_dim % 16 == 0 and head_dim <= 512 and block_size <= 1024
 
 
 def paged_attention(
     qkv: Tensor,
-    turn: tuple[Tensor, Tensor],
+    rope: tuple[Tensor, Tensor],
     scale: float,
     cache: tuple[Tensor, Tensor],
-    table: Tensor,
-    rows: tuple[Tensor, Tensor, Tensor],
+    block_table: Tensor,
+    lengths: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor:
-    """Attention `[row head·channel]` of one new token per row, whose key and value join its last page.
+    """Attention `[row head·head_dim]` of one new token per row, after writing its key and value to the cache.
 
-    `turn`: cosines and sines `[row channel]`, the first half of these negative. `cache`: pages `[page head token
-    channel]`. `table`: int64 `[row page]`, the pages of the row's prompt first. `rows`: the number of those, the keys
-    on them, and those on the row's own pages.
+    `rope`: cosines and sines `[row head_dim]`, the first half of the sines negated. `cache`: keys and values `[block
+    head token head_dim]`. `block_table`: int64 `[row block]`, the blocks of the prompt first. `lengths`: for each row
+    the number of prompt blocks, of prompt keys, and of response keys.
     """
-    (_, heads, size, channel), count = cache[0].shape, len(qkv)
-    queries = qkv.shape[1] // (heads * channel) - 2
+    (_, heads, size, head_dim), count = cache[0].shape, len(qkv)
+    queries = qkv.shape[1] // (heads * head_dim) - 2
     qkv = qkv.contiguous()
-    out = qkv.new_empty(count, heads * queries * channel)
-    pages = (*map(_pointer, cache), size, _pointer(table), table.shape[1], *map(_pointer, rows))
+    out = qkv.new_empty(count, heads * queries * head_dim)
+    pages = (*map(_pointer, cache), size, _pointer(block_table), block_table.shape[1], *map(_pointer, lengths))
     _library().paged_attention(
-        _pointer(qkv), *map(_pointer, turn), count, heads, queries, channel, scale, *pages, _pointer(out), _threads()
+        _pointer(qkv), *map(_pointer, rope), count, heads, queries, head_dim, scale, *pages, _pointer(out), _threads()
     )
     return out
 
 
 def sample_rows(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor, Tensor]:
-    """One word per row by the inverse of the CDF at u, in float64, and its log-prob."""
+    """Sample one token per row by inverse CDF at u, in float64; return the tokens and their log-probs."""
     logits = logits.contiguous()
-    word, logp = torch.empty(len(logits), dtype=torch.long), logits.new_empty(len(logits))
-    _library().sample(_pointer(logits), *logits.shape, temperature, *map(_pointer, (u, word, logp)), _threads())
-    return word, logp
+    token, logp = torch.empty(len(logits), dtype=torch.long), logits.new_empty(len(logits))
+    _library().sample(_pointer(logits), *logits.shape, temperature, *map(_pointer, (u, token, logp)), _threads())
+    return token, logp
 
 
-# ---- updates: what lies between the products, and its slopes (elementwise.py and head.py say what they compute)
+# ---- training: forward and backward kernels; models/fused_layers.py and models/lm_head.py have the references
 
 
 class ElementwiseKernels:
-    """Gates, their slopes, and turns."""
+    """SwiGLU, its backward pass, and RoPE."""
 
     @staticmethod
     def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -256,24 +260,24 @@ class ElementwiseKernels:
     def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         _check_same_shape(grad.shape, gate.shape, up.shape)
         grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
-        slopes = torch.empty_like(gate), torch.empty_like(up)
-        _library().swiglu_backward(*map(_pointer, (grad, gate, up)), gate.numel(), *map(_pointer, slopes), _threads())
-        return slopes
+        grads = torch.empty_like(gate), torch.empty_like(up)
+        _library().swiglu_backward(*map(_pointer, (grad, gate, up)), gate.numel(), *map(_pointer, grads), _threads())
+        return grads
 
     @staticmethod
-    def rope(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-        """`[1 head position channel]` in; out the same, laid out `[position head channel]` in memory."""
+    def rope(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
+        """Return RoPE of x `[1 head position head_dim]`; its memory layout is `[position head head_dim]`."""
         _check_same_shape(x.shape[2:], cos.shape[1:], sin.shape[1:])
         x, cos, sin = x if x.stride(3) == 1 else x.contiguous(), cos.contiguous(), sin.contiguous()
-        _, heads, positions, channel = x.shape
-        out = x.new_empty(1, positions, heads, channel)
-        shape = (positions, heads, channel, x.stride(2), x.stride(1))
-        _library().rope(_pointer(x), *shape, _pointer(cos), _pointer(sin), back, _pointer(out), _threads())
+        _, heads, positions, head_dim = x.shape
+        out = x.new_empty(1, positions, heads, head_dim)
+        shape = (positions, heads, head_dim, x.stride(2), x.stride(1))
+        _library().rope(_pointer(x), *shape, _pointer(cos), _pointer(sin), backward, _pointer(out), _threads())
         return out.transpose(1, 2)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """weight·x·r of rows `[... width]`, and r `[row]`."""
+    """Return RMSNorm weight·x·r of rows `[... width]`, and r = 1/√(mean x² + ε) `[row]`."""
     _check_same_shape(x.shape[-1:], weight.shape)
     x, weight, width = x.contiguous(), weight.contiguous(), len(weight)
     out, r = torch.empty_like(x), x.new_empty(x.numel() // width)
@@ -282,22 +286,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """Of x and of the weight."""
+    """Return the gradients of x and of the weight."""
     _check_same_shape(grad.shape, x.shape)
     grad, x, weight, width = grad.contiguous(), x.contiguous(), weight.contiguous(), len(weight)
     sums = x.new_empty(-(-len(r) // _library().norm_block_rows()), width)
-    to_x, to_weight = torch.empty_like(x), torch.empty_like(weight)
-    inputs, outputs = map(_pointer, (grad, x, weight, r)), map(_pointer, (to_x, sums, to_weight))
+    grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
+    inputs, outputs = map(_pointer, (grad, x, weight, r)), map(_pointer, (grad_x, sums, grad_weight))
     _library().rms_norm_backward(*inputs, len(r), width, *outputs, _threads())
-    return to_x, to_weight
+    return grad_x, grad_weight
 
 
 def softmax_logprobs_(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits `[token word]` become probabilities, in place; log p of the targets, and the entropies."""
+    """Softmax of logits `[token vocab]` in place; return log p of the targets and the entropies."""
     if len(target) != len(z) or not z.is_contiguous():
-        raise ValueError(f"{len(target)} targets of {len(z)} rows, which have to lie one behind the other")
+        raise ValueError(f"{len(target)} targets for {len(z)} rows of logits, which must be contiguous")
     if len(target) and not 0 <= int(target.min()) <= int(target.max()) < z.shape[1]:
-        raise IndexError(f"a target is no word of {z.shape[1]}")
+        raise IndexError(f"a target is outside the vocabulary of {z.shape[1]}")
     target = target.to(torch.long).contiguous()
     logp, entropy = z.new_empty(len(z)), z.new_empty(len(z))
     _library().softmax_logprobs(_pointer(z), _pointer(target), *z.shape, _pointer(logp), _pointer(entropy), _threads())
@@ -306,13 +310,13 @@ def softmax_logprobs_(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 def _check_same_shape(*shapes: torch.Size) -> None:
     if len(set(shapes)) > 1:
-        raise ValueError(f"these shapes have to be the same: {', '.join(str(list(shape)) for shape in shapes)}")
+        raise ValueError(f"shapes must be equal: {', '.join(str(list(shape)) for shape in shapes)}")
 
 
 def _library() -> ctypes.CDLL:
-    found = load_library()
-    assert found is not None
-    return found
+    kernels = load_library()
+    assert kernels is not None
+    return kernels
 
 
 def _threads() -> int:

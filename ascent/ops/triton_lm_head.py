@@ -21,7 +21,7 @@ WRITE_BLOCK = 2048
 
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a·b in float32; the addition happens inside the matmul kernel."""
+    """Compute total += a·b in float32; the addition happens inside the matmul kernel."""
     if a.dtype == torch.float32:
         total.addmm_(a, b)
     else:

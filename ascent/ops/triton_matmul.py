@@ -214,7 +214,7 @@ def _matmul(
 
 @triton.jit
 def _add_dot(a, b, total, SWAP: tl.constexpr):
-    """total + a·bᵀ, or its transpose: tensor cores need at least 64 rows on the left side, and few on the right."""
+    """Return total + a·bᵀ, or its transpose, because tensor cores need at least 64 rows on the left side."""
     if SWAP:
         return tl.dot(b, a.T, total, input_precision="ieee")
     else:

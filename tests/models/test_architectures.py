@@ -219,13 +219,13 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
 @pytest.mark.parametrize(
     ("targets", "tied", "why"),
     [
-        ("lm_head", False, "the head for words gets no adapter"),
-        ("q_proj,lm_head", False, "lora-targets lm_head: the head for words gets no adapter"),
-        ("lm_head", True, "the head for words gets no adapter"),
-        ("embed_tokens", True, "here that is the embedding's"),
-        ("q_proj,nonsense", False, "lora-targets nonsense: the model has no part of this name"),
-        ("q_proj,", False, "no part of this name"),
-        ("", False, "no part of this name"),
+        ("lm_head", False, "the LM head gets no adapter"),
+        ("q_proj,lm_head", False, "lora-targets lm_head: the LM head gets no adapter"),
+        ("lm_head", True, "the LM head gets no adapter"),
+        ("embed_tokens", True, "this model ties it to the embedding"),
+        ("q_proj,nonsense", False, "lora-targets nonsense: the model has no module of this name"),
+        ("q_proj,", False, "no module of this name"),
+        ("", False, "no module of this name"),
         ("self_attn", False, "not supported"),
     ],
 )

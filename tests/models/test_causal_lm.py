@@ -145,7 +145,7 @@ def test_end_tokens_are_those_of_the_model_and_of_the_tokenizer(
 def test_a_model_without_an_end_token_is_refused() -> None:
     model = model_of().model
     model.generation_config.eos_token_id = None
-    with pytest.raises(ConfigError, match=r"^the model has no end token, so no response could ever end$"):
+    with pytest.raises(ConfigError, match=r"^the model has no end-of-sequence token, so no response could end$"):
         LanguageModel(model, SimpleNamespace(eos_token_id=None))
 
 
