@@ -1,17 +1,17 @@
-"""A run's folder: who may write to it, and how its files are written as a whole.
+"""The folder of a run: locking, atomic writes, the heartbeat file and truncation for resumes.
 
-run.json       status, result, versions; replaced as a whole
-config.json    every setting, resolved, with the objective in words
+run.json       status, result, versions; replaced atomically
+config.json    every resolved setting, with a description of the objective
 metrics.jsonl  one line per step      updates.jsonl  one line per optimizer update
 events.jsonl   alerts, notes, errors      lanes.jsonl    one line per step: how many responses were decoded at once
 rollouts/      sampled responses, one Parquet file per step
 held_out/      greedy answers to held-out prompts, one Parquet file per evaluation
 checkpoints/   step_000100/…          .lock          held while a process writes here
 journal/       with a serving engine, the batches since the newest checkpoint
-.alive         which process writes here, and when it last did
+.alive         heartbeat: host, process and time of the writer
 
-A file may have a second name elsewhere (a hard link, as in backups), so none is written over: it is copied or removed
-first. What a folder holds is read with `reading`: it may have come from anywhere.
+Files may be hard links (as in backups), so they are never overwritten in place: they are copied or removed first. A
+folder may come from an untrusted source, so it is read with `untrusted_files`.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ STEP_FOLDERS = ("rollouts", "held_out")
 """Folders with one file per step."""
 HEARTBEAT_FILE, HEARTBEAT_FILE_ASIDE = ".alive", ".alive.new"
 HEARTBEAT_INTERVAL = 5.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 TRACKER_FOLDERS = frozenset({"tensorboard", "wandb", "mlflow"})
-"""What other programs write into a run's folder."""
+"""Folders that trackers write into a run's folder."""
 FILES_BEFORE_START = {".lock", HEARTBEAT_FILE, HEARTBEAT_FILE_ASIDE, "config.json", ".config.json.new", ".run.json.new"}
-"""What a run leaves that was killed before it began, that is, before its run.json was written."""
+"""Files of a run that was killed before its run.json was written."""
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write aside, flush, rename: a reader sees the old file or the new one. Half a character becomes its escape."""
+    """Write a JSON file atomically. Unpaired surrogates are escaped."""
     aside = unlinked(path.with_name(f".{path.name}.new"))
     with open(aside, "x", encoding="utf-8", errors="backslashreplace") as file:
         file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
@@ -57,19 +57,23 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def mark_nonfinite(values: dict[str, Any]) -> dict[str, Any]:
-    """A line of records. A number that is not finite becomes None, and is named in `nonfinite`."""
-    bad = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
-    return {k: None if k in bad else v for k, v in values.items()} | {"nonfinite": bad} if bad else values
+    """Return a line for a JSON file: infinite and NaN numbers become None and are named in `nonfinite`."""
+    nonfinite = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+    return (
+        {k: None if k in nonfinite else v for k, v in values.items()} | {"nonfinite": nonfinite}
+        if nonfinite
+        else values
+    )
 
 
 def unlinked(path: Path) -> Path:
-    """This path, free for a new file: what a kill left is removed, or a link that would lead elsewhere."""
+    """Remove a stale file or link at `path` and return the path."""
     path.unlink(missing_ok=True)
     return path
 
 
 def oom_kill_count() -> str | None:
-    """How often this system has killed a process for want of memory since it started; None: it does not say."""
+    """Return the boot id and the number of out-of-memory kills since boot; None if unknown."""
     with suppress(OSError, StopIteration):
         count = next(line for line in Path("/proc/vmstat").read_text().splitlines() if line.startswith("oom_kill "))
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {count.split()[1]}"
@@ -77,17 +81,17 @@ def oom_kill_count() -> str | None:
 
 
 class HeartbeatWriter:
-    """The file .alive, for readers on machines that cannot see who holds the lock: host, process, time.
+    """Writes the heartbeat file .alive, for readers on machines that cannot see the lock.
 
-    A thread of its own replaces it every few seconds until `stop`, however long a step takes. A process that ends
-    removes it; one that is killed leaves it to grow old. Errors are ignored. A fork of the process has no such thread,
-    and does not end that of its parent.
+    A thread replaces it every few seconds until `stop`, however long a step takes. A process that exits removes it; a
+    killed process leaves an old one. Errors are ignored. A forked process has no such thread and does not stop that of
+    its parent.
     """
 
     def __init__(self, folder: Path, lock: IO[str]):
         self.folder, self.pid, self.host = folder, os.getpid(), socket.gethostname()
         self._held, self._lock = weakref.ref(lock), os.fstat(lock.fileno())
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._write()
         self._thread = threading.Thread(target=self._work, name="ascent-alive", daemon=True)
         self._thread.start()
@@ -95,28 +99,28 @@ class HeartbeatWriter:
     def stop(self) -> None:
         if os.getpid() != self.pid:
             return
-        self._over.set()
-        self._thread.join(HEARTBEAT_INTERVAL)  # no longer, in case a disk hangs
-        if self._ours():
+        self._stopped.set()
+        self._thread.join(HEARTBEAT_INTERVAL)  # with a timeout, in case a disk hangs
+        if self._is_our_folder():
             for name in (HEARTBEAT_FILE, HEARTBEAT_FILE_ASIDE):
                 with suppress(OSError):
                     os.unlink(self.folder / name)
 
     def _work(self) -> None:
-        while not self._over.wait(HEARTBEAT_INTERVAL) and self._held() is not None:
+        while not self._stopped.wait(HEARTBEAT_INTERVAL) and self._held() is not None:
             self._write()
 
     def _write(self) -> None:
-        """Write aside and rename, so that nobody reads half of it. It is not flushed, so it never waits for a disk."""
-        if not self._ours():
+        """Write the file atomically, without a flush, so that it never waits for a disk."""
+        if not self._is_our_folder():
             return
         with suppress(OSError):
             with open(unlinked(self.folder / HEARTBEAT_FILE_ASIDE), "x") as file:
                 json.dump({"host": self.host, "pid": self.pid, "time": time.time(), "killed": oom_kill_count()}, file)
             os.rename(self.folder / HEARTBEAT_FILE_ASIDE, self.folder / HEARTBEAT_FILE)
 
-    def _ours(self) -> bool:
-        """Is this still the folder that was locked? It may have been removed, and another made in its place."""
+    def _is_our_folder(self) -> bool:
+        """Whether this is still the folder that was locked; it may have been removed and created again."""
         lock = self._held()
         if lock is None or lock.closed:
             return False
@@ -126,18 +130,18 @@ class HeartbeatWriter:
 
 
 class RunFolder:
-    """The folder of a run that this process writes, locked until `close`."""
+    """The folder of a run that this process writes; it is locked until `close`."""
 
     def __init__(self, path: Path):
         self.path = path
         self.run: dict[str, Any] = {}
-        """What run.json holds."""
+        """The contents of run.json."""
         self._lock: IO[str] | None = None
         self._alive: HeartbeatWriter | None = None
 
     @classmethod
     def create(cls, path: Path, config: dict[str, Any], run: dict[str, Any]) -> RunFolder:
-        """A new folder with its config. One that is not empty is refused, never overwritten."""
+        """Create the folder of a new run with its config. A folder that is not empty is never overwritten."""
         check_new_folder(path)
         folder = cls(path)
         try:
@@ -153,7 +157,7 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path) -> RunFolder:
-        """An existing run's folder, to continue it. It is read once it is locked: until then it may still end."""
+        """Open the folder of an existing run to continue it. It is read after it is locked."""
         folder = cls(path)
         try:
             folder.lock()
@@ -177,8 +181,8 @@ class RunFolder:
 
     def lock(self) -> None:
         check_links_stay_inside(self.path)
-        self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115 (held as long as the run)
-        for _ in range(20):  # whoever checks whether it is locked holds it for a moment
+        self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115 (closed by `close`)
+        for _ in range(20):  # `is_locked` holds the lock for a moment
             with suppress(BlockingIOError):
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -187,18 +191,16 @@ class RunFolder:
             self._lock.seek(0)
             pid = next(iter(re.findall(r"^\d{1,10}$", self._lock.read(12))), "unknown")
             self.close()
-            raise ConfigError(
-                f"{self.path}: this run is being written by another process (pid {pid}). Wait for it, or stop it first"
-            )
+            raise ConfigError(f"{self.path}: another process (pid {pid}) writes this run: wait for it, or stop it")
         if os.fstat(self._lock.fileno()).st_nlink == 1:
             self._lock.truncate(0)
             self._lock.write(str(os.getpid()))
             self._lock.flush()
         self._alive = HeartbeatWriter(self.path, self._lock)
 
-    def note(self, event: str, **more: Any) -> None:
-        """An event of the run's life (started, resumed, interrupted, …), with its time, into run.json."""
-        self.run["history"].append({"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **more})
+    def note(self, event: str, **details: Any) -> None:
+        """Add an event (started, resumed, interrupted, …) with its time to the history in run.json."""
+        self.run["history"].append({"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **details})
         self.save()
 
     def save(self) -> None:
@@ -206,17 +208,17 @@ class RunFolder:
         write_json(self.path / "run.json", self.run)
 
     def check_sizes(self, sizes: dict[str, int]) -> None:
-        """Refuse records that are shorter than they were at a checkpoint: what the run would continue from is lost."""
+        """Raise ConfigError if a file is shorter than it was at a checkpoint."""
         for name in JSONL_FILES:
             have, size = (self.path / name).stat().st_size, sizes.get(name, 0)
             if have < size:
                 raise ConfigError(
-                    f"{self.path / name} has {have} bytes, but had {size} when the checkpoint was made: it was cut "
-                    "short since. Go back to an older checkpoint with --from"
+                    f"{self.path / name} has {have} bytes, but had {size} at the checkpoint: it was truncated "
+                    "since. Resume from an older checkpoint with --from"
                 )
 
     def cut(self, sizes: dict[str, int], step: int) -> None:
-        """Cut the records back to where they were at a checkpoint, so that a resumed run writes them once."""
+        """Truncate the files to their sizes at a checkpoint and remove the rollouts of later steps."""
         for name in JSONL_FILES:
             os.truncate(self.path / name, sizes.get(name, 0))
         for where in STEP_FOLDERS:
@@ -224,43 +226,45 @@ class RunFolder:
                 path.unlink()
 
     def _files(self, where: str, step: int) -> list[Path]:
-        """Our own files of responses from this step on, half-written ones included; nobody else's."""
-        found = ((path, re.fullmatch(r"(\.?)step_(\d+)\.parquet", path.name)) for path in (self.path / where).iterdir())
-        return [path for path, name in found if name and (name[1] or int(name[2]) >= step)]
+        """Return the response files from a step on, including incomplete ones, but no files of other programs."""
+        matches = (
+            (path, re.fullmatch(r"(\.?)step_(\d+)\.parquet", path.name)) for path in (self.path / where).iterdir()
+        )
+        return [path for path, match in matches if match and (match[1] or int(match[2]) >= step)]
 
     def back_up_records(self, step: int) -> None:
-        """Keep a copy of the records that going back to an older checkpoint will cut."""
-        kept = self.path / f"replaced-{time.time_ns()}"
-        (kept / "held_out").mkdir(parents=True)  # its files have the names of those of rollouts
+        """Copy the records that a resume from an older checkpoint will truncate."""
+        backup = self.path / f"replaced-{time.time_ns()}"
+        (backup / "held_out").mkdir(parents=True)  # rollouts and answers have equal file names
         for path in [*(self.path / name for name in JSONL_FILES), *self._files("rollouts", step)]:
-            shutil.copy2(path, kept)
+            shutil.copy2(path, backup)
         for path in self._files("held_out", step):
-            shutil.copy2(path, kept / "held_out")
+            shutil.copy2(path, backup / "held_out")
 
-    def close(self, last_word: str | None = None) -> None:
-        """Remove the sign of life, then write the last event, so that a run that ended never leaves a sign behind."""
+    def close(self, last_event: str | None = None) -> None:
+        """Stop the heartbeat, then write the last event, so that a finished run leaves no heartbeat file."""
         if self._alive is not None:
             self._alive.stop()
             self._alive = None
-        if last_word is not None:
-            with suppress(OSError):  # a full disk: the run counts as died, and can be resumed
-                self.note(last_word)
+        if last_event is not None:
+            with suppress(OSError):  # a full disk: the run counts as died and can be resumed
+                self.note(last_event)
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
 
 def check_new_folder(path: Path) -> None:
-    """Refuse a folder for a new run that is not empty, or a path that cannot be a folder."""
+    """Raise ConfigError if the folder of a new run is not empty or cannot be created."""
     try:
-        held = {entry.name for entry in path.iterdir()}
+        names = {entry.name for entry in path.iterdir()}
     except FileNotFoundError:
         return
     except OSError as error:
         raise _unwritable(path, error) from None
-    if held - FILES_BEFORE_START:
-        what = f"to continue it: ascent resume {path}" if "run.json" in held else "it is not empty"
-        raise ConfigError(f"--out {path}: already there ({what}), and nothing is overwritten. Choose another folder")
+    if names - FILES_BEFORE_START:
+        hint = f"to continue it: ascent resume {path}" if "run.json" in names else "it is not empty"
+        raise ConfigError(f"--out {path}: already there ({hint}), and nothing is overwritten. Choose another folder")
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
@@ -268,7 +272,7 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
 
 
 def is_locked(path: Path) -> bool:
-    """Is a process writing this run?"""
+    """Return whether a process writes this run."""
     try:
         with open_regular(path / ".lock") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -278,17 +282,17 @@ def is_locked(path: Path) -> bool:
 
 
 def check_links_stay_inside(folder: Path, part: str = ".") -> None:
-    """Refuse a folder, or a part of it, with a link that leads out of it, a pipe or a device: bytes would go there."""
+    """Raise ConfigError if the folder contains a link out of it, a pipe or a device, to which a run could write."""
     for at, folders, files in os.walk(folder / part):
         paths = [Path(at), *(Path(at, name) for name in (*folders, *files))]
         folders[:] = [name for name in folders if name not in TRACKER_FOLDERS]
         for path in paths:
-            with suppress(FileNotFoundError):  # a checkpoint that its run has dropped by now
+            with suppress(FileNotFoundError):  # the run may have removed a checkpoint meanwhile
                 mode = path.lstat().st_mode
                 if stat.S_ISLNK(mode) and not Path(os.path.realpath(path)).is_relative_to(folder.resolve()):
                     raise ConfigError(
-                        f"{path} is a link that leads out of the run's folder, and not followed: move what it leads to "
-                        "here, or link the whole run folder instead"
+                        f"{path} is a link that leads out of the run's folder and is not followed: move its "
+                        "target here, or link the whole run folder instead"
                     )
                 if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
                     raise ConfigError(f"{path} is neither a file nor a folder: remove it")

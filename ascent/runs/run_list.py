@@ -1,4 +1,4 @@
-"""The runs below a folder, and the status of each, from its files and this machine. Nothing outside it is opened."""
+"""List the runs below a folder with their status. Nothing outside the folder is opened."""
 
 import os
 import re
@@ -17,29 +17,29 @@ from ascent.runs.run_folder import HEARTBEAT_FILE, is_locked, oom_kill_count
 from ascent.runs.untrusted_files import READ_ERRORS, finite_number, modified_at, read_object
 
 MAX_DEPTH = 4
-"""Folders within folders in which runs are looked for: a comparison keeps its runs one level down."""
+"""Maximum depth of folders to search: a comparison has its runs one level down."""
 MAX_RUNS = 5_000
-"""Runs that one list shows."""
+"""Maximum number of runs in a list."""
 MAX_ID_LENGTH = 500
 RUN_SUBFOLDERS = frozenset({"checkpoints", "journal", "rollouts", "held_out", "tensorboard", "wandb", "mlflow"})
-"""What is in a run's folder and is not a run."""
+"""Folders inside a run that are not runs."""
 HEARTBEAT_TIMEOUT = 30.0
-"""Seconds without a sign of life after which a run on another machine counts as dead. One comes every five."""
+"""Seconds without a heartbeat after which a run on another machine counts as died. Heartbeats come every five."""
 
 
 @dataclass(frozen=True)
 class RunEntry:
-    """A folder that holds a run. Its id is its path below the folder of runs."""
+    """A run in a list. Its id is its path below the listed folder."""
 
     id: str
     folder: Path
     kind: str
-    """`ascent`, or whose files these are: `trl`, `verl`."""
+    """The library that wrote the run: `ascent`, `trl` or `verl`."""
 
 
 def run_kind(folder: Path) -> str | None:
-    """Whose run a folder holds; None: it holds none."""
-    with suppress(OSError):  # not ours to look into
+    """Return the library that wrote the run in a folder; None if it has no run."""
+    with suppress(OSError):  # no permission
         if (folder / "run.json").exists() or ((folder / "config.json").exists() and (folder / ".lock").exists()):
             return "ascent"
         return foreign_kind(folder)
@@ -47,7 +47,7 @@ def run_kind(folder: Path) -> str | None:
 
 
 def find_run(root: Path, id: str) -> RunEntry:
-    """The run of an id; whatever would lead out of the folder is refused."""
+    """Return the run with an id; raise ConfigError for an id that leads out of the folder."""
     parts = id.split("/")
     if (
         len(id) > MAX_ID_LENGTH
@@ -69,7 +69,7 @@ def find_run(root: Path, id: str) -> RunEntry:
 
 
 def runs_below(root: Path) -> list[RunEntry]:
-    """Every run below a folder, in the order of their names. A link is not followed: it may lead anywhere, or back."""
+    """Return every run below a folder, sorted by id. Links are not followed."""
     runs: list[RunEntry] = []
     waiting = [(root, "", 0)]
     while waiting and len(runs) < MAX_RUNS:
@@ -89,10 +89,10 @@ def runs_below(root: Path) -> list[RunEntry]:
 
 
 def run_status(folder: Path, run: dict[str, Any], now: float | None = None) -> tuple[str, str]:
-    """A status and its reason. A run that calls itself running is so only while it gives signs of life.
+    """Return a status and its explanation. A run with status "running" is running only while its process is alive.
 
-    On this machine the lock decides. The lock of a run on another machine is not seen here, so the file `.alive`
-    decides, which its process renews every few seconds. While that file is missing, the time in run.json decides.
+    On this machine the lock decides. The lock of a run on another machine is not visible: its heartbeat file decides,
+    or the heartbeat in run.json if there is no such file.
     """
     now = time.time() if now is None else now
     status = str(run.get("status", "unreadable"))
@@ -104,50 +104,50 @@ def run_status(folder: Path, run: dict[str, Any], now: float | None = None) -> t
     age = heartbeat_age(folder, sign, now)
     if age is None and (heard := finite_number(run.get("heartbeat"))) is not None:
         age = now - heard
-    sign_words = f"last sign of life {ago(age)}" if age is not None else "no sign of life"
+    heartbeat_text = f"last heartbeat {ago(age)}" if age is not None else "no heartbeat"
     if is_locked(folder):
-        return "running", f"running, {done}, {sign_words}"
+        return "running", f"running, {done}, {heartbeat_text}"
     machine = run.get("machine")
     host = sign.get("host") or (machine.get("host") if isinstance(machine, dict) else None)
     elsewhere = isinstance(host, str) and host != socket.gethostname()
     if elsewhere and age is not None and age < HEARTBEAT_TIMEOUT:
-        return "running", f"running on {host}, {done}, {sign_words}"
+        return "running", f"running on {host}, {done}, {heartbeat_text}"
     where = f"on {host}" if elsewhere else "here"
-    return "died", f"died after {done}: no process {where} is writing it any more, {sign_words}"
+    return "died", f"died after {done}: no process {where} writes it, {heartbeat_text}"
 
 
 def status_reason(status: str, words: str) -> str:
-    """The reason without the status and the steps, which a list shows in other columns."""
+    """Return the explanation without the status and the steps, which a list shows in other columns."""
     short = re.sub(r"(,| after) \d+ of \S+ steps", "", words, count=1)
     return re.sub(rf"^{re.escape(status)}(, |: |$)", "", short)
 
 
 def how_to_resume(folder: Path, status: str) -> dict[str, str] | None:
-    """How to resume a run that did not finish: a command, or why there is none."""
+    """Return the command that resumes an unfinished run, or why there is none."""
     if status not in ("died", "interrupted", "failed"):
         return None
     if not any(re.fullmatch(r"step_\d+", path.name) for path in (folder / "checkpoints").glob("step_*")):
-        return {"words": "It left no checkpoint, so it cannot be resumed."}
+        return {"words": "It has no checkpoint, so it cannot be resumed."}
     here, path = Path.cwd(), folder.resolve()
     shown = str(path.relative_to(here) if path.is_relative_to(here) else path)
     return {"words": "To resume from its last checkpoint:", "command": f"ascent resume {shlex.quote(shown)}"}
 
 
 def read_heartbeat(folder: Path) -> dict[str, Any]:
-    """The last sign of life of a run's process: host, pid, time; empty if there is none that can be read."""
+    """Read the last heartbeat (host, pid, time); empty if there is none."""
     sign, _ = read_object(folder / HEARTBEAT_FILE)
     return sign if finite_number(sign.get("time")) is not None else {}
 
 
 _seen: dict[Path, tuple[float, float | None]] = {}
-"""The last sign of each run, and when it was seen to change, by this machine's clock."""
+"""The last heartbeat of each run, and when it changed by this machine's clock."""
 MAX_SEEN_HEARTBEATS = 10_000
 
 
 def heartbeat_age(folder: Path, sign: dict[str, Any], now: float) -> float | None:
-    """Seconds since the last sign of life. Once it was seen to change, the other machine's clock does not matter.
+    """Return the seconds since the last heartbeat. Once it was seen to change, only this machine's clock matters.
 
-    Before that, the time in the sign counts; if it lies in the future, the time when the file was written.
+    Before that, the time in the heartbeat counts, or the file's modification time if that time is in the future.
     """
     if not sign:
         return None
@@ -164,7 +164,7 @@ def heartbeat_age(folder: Path, sign: dict[str, Any], now: float) -> float | Non
 
 
 def ago(seconds: float) -> str:
-    """3 s ago, 5 min ago, 2 h ago, 4 days ago."""
+    """Format a duration: 3 s ago, 5 min ago, 2 h ago, 4 days ago."""
     if seconds < 0:
         return "in the future: the clocks of the two machines differ"
     for size, name in ((86_400, "days"), (3600, "h"), (60, "min")):
@@ -174,14 +174,14 @@ def ago(seconds: float) -> str:
 
 
 def started_at(run: dict[str, Any]) -> float | None:
-    """When a run was started, in seconds since 1970."""
+    """Return the start time of a run in seconds since 1970."""
     with suppress(LookupError, TypeError, ValueError):
         return datetime.strptime(run["history"][0]["time"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
     return None
 
 
 def was_oom_killed(folder: Path) -> bool:
-    """Has the system killed a process for want of memory since this run last showed a sign of life, here?"""
+    """Return whether this machine has killed a process out of memory since the run's last heartbeat."""
     try:
         sign, _ = read_object(folder / HEARTBEAT_FILE)
         before, now = sign["killed"], oom_kill_count()

@@ -101,7 +101,7 @@ def test_a_killed_rank_ends_the_run_and_one_process_resumes_it(launch: Callable[
     run.reach(folder, 4)
     pids, second = run.ranks(), launch(2, "resume", str(folder))
     status, said, _ = second.end()
-    assert status != 0 and "is being written by another process" in said
+    assert status != 0 and "writes this run: wait" in said
     os.kill(pids[1], signal.SIGKILL)
     status, said, _ = run.end()
     assert status != 0 and "rank 1 of 2, in the phase" in said
@@ -467,7 +467,7 @@ def test_under_torchrun_one_process_may_be_told_to_shard(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Heartbeat, Heartbeat]]:
-    """Two ranks in one process, each with its signs of life."""
+    """Two ranks in one process, each with its heartbeats."""
     store = dist.HashStore()
     both = Heartbeat(store, 0, 2, 1.0), Heartbeat(store, 1, 2, 1.0)
     yield both

@@ -260,9 +260,9 @@ def test_series_are_named_and_coloured_for_what_they_are() -> None:
 
 
 def test_a_list_does_not_say_status_and_steps_twice_and_a_page_says_how_to_go_on(tmp_path: Path) -> None:
-    said = "died after 7 of 12 steps: no process here is writing it any more, last sign of life 3 h ago"
-    assert status_reason("died", said) == "no process here is writing it any more, last sign of life 3 h ago"
-    assert status_reason("running", "running, 7 of 12 steps, last sign of life 3 s ago") == "last sign of life 3 s ago"
+    said = "died after 7 of 12 steps: no process here writes it, last heartbeat 3 h ago"
+    assert status_reason("died", said) == "no process here writes it, last heartbeat 3 h ago"
+    assert status_reason("running", "running, 7 of 12 steps, last heartbeat 3 s ago") == "last heartbeat 3 s ago"
     assert status_reason("interrupted", "stopped and saved after 7 of 12 steps") == "stopped and saved"
     assert status_reason("failed", "failed after 7 of ? steps") == ""
     assert how_to_resume(tmp_path, "finished") is None and how_to_resume(tmp_path, "running") is None
@@ -392,13 +392,13 @@ def test_status_is_what_is_heard_of_a_run(tmp_path: Path) -> None:
     assert status(here | {"time": 1000.0}, 1001.0)[0] == "died", "on this machine the lock decides"
     assert status(there | {"time": 1000.0}, 1003.0) == (
         "running",
-        "running on elsewhere, 3 of 9 steps, last sign of life 3 s ago",
+        "running on elsewhere, 3 of 9 steps, last heartbeat 3 s ago",
     )
     assert status(there | {"time": 1000.0}, 1000.0 + 7200)[0] == "died"
     assert "2 h ago" in status(there | {"time": 1000.0}, 1000.0 + 7200)[1]
     assert status(None, 1001.0)[0] == "died"
     run["machine"] = {"host": "elsewhere"}
-    assert status(None, 1001.0) == ("running", "running on elsewhere, 3 of 9 steps, last sign of life 1 s ago")
+    assert status(None, 1001.0) == ("running", "running on elsewhere, 3 of 9 steps, last heartbeat 1 s ago")
     assert "died" in status(None, 1000.0 + 7200)[0]
     run["machine"] = {"host": ["no", "name"]}
     assert status(None, 1001.0)[0] == "died"

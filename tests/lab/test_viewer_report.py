@@ -321,10 +321,10 @@ def test_a_run_that_died_and_one_that_runs(run: Path, made: Any) -> None:
     about = json.loads((run / "run.json").read_text()) | {"status": "running", "result": None}
     (run / "run.json").write_text(json.dumps(about))
     page = made(run)
-    assert "no process here is writing it" in page.text and "died" in page.texts["span"]
+    assert "no process here writes it" in page.text and "died" in page.texts["span"]
     folder = RunFolder(run)
     folder.lock()
-    assert "last sign of life" in made(run).text
+    assert "last heartbeat" in made(run).text
     folder.close()
 
 

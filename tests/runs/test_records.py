@@ -133,7 +133,7 @@ def test_a_measure_that_is_not_finite_is_left_out_over_seeds() -> None:
     assert rows["a"]["reward"]["mean"] == 2.0 and rows["b"] == {}
 
 
-# ---- signs of life, and replicas ---------------------------------------------------------------------------
+# ---- heartbeats, and replicas ---------------------------------------------------------------------------
 
 
 def test_the_time_since_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The sign of life beside a run: there while its process is, gone or old afterwards."""
+"""The heartbeat file of a run: present while its process runs, removed or old afterwards."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def made(path: Path) -> RunFolder:
 
 
 def later(path: Path, than: float) -> dict[str, Any]:
-    """The first sign of life after this time."""
+    """The first heartbeat after this time."""
     end = time.monotonic() + 120
     while time.monotonic() < end:
         sign = read_heartbeat(path)
         if sign and sign["time"] > than:
             return sign
         time.sleep(0.01)
-    raise AssertionError("no sign of life")
+    raise AssertionError("no heartbeat")
 
 
 def threads() -> list[threading.Thread]:
@@ -120,7 +120,7 @@ def test_a_folder_that_is_removed_is_not_made_again(tmp_path: Path) -> None:
     assert threads(), "and nothing is raised"
     other = made(tmp_path / "run")
     (tmp_path / "run" / ".alive").write_text(json.dumps({"host": "another", "pid": 1, "time": time.time() + 60}))
-    other._alive._over.set()  # type: ignore[union-attr]
+    other._alive._stopped.set()  # type: ignore[union-attr]
     other._alive._thread.join()  # type: ignore[union-attr]
     (tmp_path / "run" / ".alive").write_text(json.dumps({"host": "another", "pid": 1, "time": 5}))
     time.sleep(0.2)

@@ -119,10 +119,10 @@ def test_rounds_that_are_stopped_between_two_runs_say_how_to_continue(
 ) -> None:
     command = ["rounds", "sort", "--rounds", "1", "--pairs", "12", *SETTINGS, "--steps", "1"]
     with monkeypatch.context() as patch:
-        patch.setattr(rounds, "draw_pairs", signals_itself(number, rounds.sample_pairs))
+        patch.setattr(rounds, "sample_pairs", signals_itself(number, rounds.sample_pairs))
         stopped = ascent_process(tmp_path / "output", *command, "--out", tmp_path / "out")
     assert stopped.wait() == 130
-    assert f"Continue with: ascent rounds {tmp_path / 'out'}" in stopped.stderr and "Traceback" not in stopped.stderr
+    assert f"To continue: ascent rounds {tmp_path / 'out'}" in stopped.stderr and "Traceback" not in stopped.stderr
 
 
 @pytest.mark.parametrize("number", ENDS)

@@ -119,7 +119,7 @@ def test_a_row_brings_the_settings_that_it_needs_and_the_table_says_so(said: Any
     assert [Run(f"c/{row}-s0").config.epochs for row in ("reinforce", "grpo", "trpo")] == [10, 10, 1]
     assert "trpo requires --epochs 1 (others: 10)." in out and out.count("requires") == 1
     status, out, _ = said(*few, "--epochs", 4, "--algorithms", "grpo,trpo", "--seeds", 1, "--out", "d")
-    assert status == 0 and "trpo needs --epochs 1 (others: 4)" in out
+    assert status == 0 and "trpo requires --epochs 1 (others: 4)" in out
     status, _, err = said(*few, "--setting", "--algorithm trpo --epochs 4", "--seeds", 1, "--out", "e")
     assert status == 2 and "--epochs 4" in err and "set both to 1" in err
 
