@@ -44,7 +44,7 @@ from ascent.runs.run_writer import RunWriter
 from ascent.runs.trackers.tracker_threads import Trackers, check_trackers
 from ascent.runs.trust import record_run
 from ascent.runs.untrusted_files import naming_file
-from ascent.settings import PLAIN, check_length, config_from, configure
+from ascent.settings import PLAIN, check_run_length, config_from, configure
 from ascent.tasks.python_objects import about_objects, compare_objects, label_of, renamed
 
 RESULT_METRICS = (
@@ -77,7 +77,7 @@ def train(
 
     ascent.train("sort", algorithm="grpo", samples=16, **{"loss.high": 0.28})
     """
-    check_length(settings)
+    check_run_length(settings)
     CODE.clear()
     return start(configure(task, settings), out, for_stream() if show else Display(), preflight)
 
@@ -426,7 +426,7 @@ def steps(
                 f"{task.folder} is finished: there is no step left. To go back: ascent.resume(run, from_step=N)"
             )
         return TrainingSteps(prepared)
-    check_length(settings)
+    check_run_length(settings)
     CODE.clear()
     return TrainingSteps(prepare_run(configure(task, settings), out, display, preflight))
 

@@ -40,8 +40,8 @@ from ascent.tasks.user_files import load_python
 
 Settings = Mapping[str, Any]
 SHORT = {"lr": "update.lr", "model": "policy.model", "engine": "policy.engine"}
-ENGINE = ("url", "python", "args", "deadline", "transport", "key_env", "key_file")
-SHORT |= {f"engine.{name}": f"policy.engine_{name}" for name in ENGINE}
+ENGINE_FIELDS = ("url", "python", "args", "deadline", "transport", "key_env", "key_file")
+SHORT |= {f"engine.{name}": f"policy.engine_{name}" for name in ENGINE_FIELDS}
 """Flags that stand for a field of a choice."""
 CHOICES: dict[str, tuple[type, ...]] = {"policy": POLICIES, **MENU}
 ROW_SETTINGS = ("samples", "epochs", "minibatches")
@@ -89,15 +89,15 @@ class Setting:
             except (ValueError, OverflowError):
                 continue
         choices = [str(option) for kind in self.kinds if get_origin(kind) is Literal for option in get_args(kind)]
-        wanted = f"one of {', '.join(choices)}" if choices else " or ".join(_in_words(k) for k in self.kinds[::-1])
+        wanted = f"one of {', '.join(choices)}" if choices else " or ".join(_type_in_words(k) for k in self.kinds[::-1])
         hint = nearest(str(value), choices)
         raise ConfigError(f"{flag or self.flag} is {value!r}: it has to be {wanted}{f'.{hint}' if hint else ''}")
 
 
-def _in_words(kind: Any) -> str:
+def _type_in_words(kind: Any) -> str:
     if get_origin(kind) is tuple:
         several = "one or more" if get_args(kind)[-1] is ... else len(get_args(kind))
-        return f"{several} values, each {_in_words(get_args(kind)[0])}"
+        return f"{several} values, each {_type_in_words(get_args(kind)[0])}"
     return WORDS.get(kind, str(kind))
 
 
@@ -137,7 +137,7 @@ def settings_of(cls: type, axis: str = "") -> dict[str, Setting]:
     return settings
 
 
-PARSING = threading.Lock()
+PARSE_LOCK = threading.Lock()
 """Python 3.11 fails with a SystemError where two threads parse at once."""
 
 
@@ -147,7 +147,7 @@ def field_docs(cls: type) -> dict[str, str]:
     docs: dict[str, str] = {}
     for base in filter(is_dataclass, reversed(cls.__mro__)):
         try:
-            with PARSING:
+            with PARSE_LOCK:
                 tree: Any = ast.parse(textwrap.dedent(inspect.getsource(base)))
         except (OSError, TypeError):  # a class made in a notebook has no source
             continue
@@ -217,10 +217,10 @@ def resolve(task: Any, *layers: Settings, recorded: bool = False) -> Resolved:
     """`recorded`: a run wrote down all its settings. One that it does not name is newer, and no preset sets it."""
     task, source = find_task(task, any(layer.get("reward") for layer in layers))
     cls: Any = task if isinstance(task, type) else type(task)
-    layers = tuple(in_words({canonical(k): v for k, v in layer.items()}) for layer in (source, *layers))
+    layers = tuple(name_python_objects({canonical_key(k): v for k, v in layer.items()}) for layer in (source, *layers))
     name = next((layer["preset"] for layer in reversed(layers) if "preset" in layer), "default")
     preset = {} if recorded else find_named("--preset", name, cls.presets, f"preset of {name_of(cls)}")
-    preset = {canonical(k): v for k, v in preset.items()}
+    preset = {canonical_key(k): v for k, v in preset.items()}
     chosen: dict[str, Any] = {"policy": POLICIES[0](), "ranks": RankSettings(), **vars(Algorithm())}
     own = {} if isinstance(task, type) else {name: getattr(task, name) for name in hyperparameters(cls)}
     resolved, fields_of_task = Resolved(cls, own, {}, chosen), settings_of(cls)
@@ -230,7 +230,7 @@ def resolve(task: Any, *layers: Settings, recorded: bool = False) -> Resolved:
             row = layer["algorithm"]
             row = row if isinstance(row, Algorithm) else find_named("--algorithm", row, ALGORITHMS, "algorithm")
             chosen |= vars(row) | ({"update": kept} if type(row.update) is Adam else {})
-            starts = _starts(type(row.critic), preset)
+            starts = _preset_fields(type(row.critic), preset)
             if starts and row.critic == type(row.critic)():  # it says which critic, and the preset how that one learns
                 chosen["critic"] = replace(chosen["critic"], **starts)
         for axis in CHOICES:
@@ -260,7 +260,7 @@ def _weighed(correction: Any) -> Any:
     return correction if correction.enabled else Truncated()
 
 
-def in_words(layer: Settings) -> dict[str, Any]:
+def name_python_objects(layer: Settings) -> dict[str, Any]:
     """A layer whose objects have names: reward functions, rows, a model. `peft_config` becomes fields of the policy."""
     words = dict(layer)
     if "reward" in words:
@@ -282,7 +282,7 @@ def in_words(layer: Settings) -> dict[str, Any]:
     return words
 
 
-def name_given(objects: Settings) -> list[str]:
+def names_of_objects(objects: Settings) -> list[str]:
     """The names of objects that a run is resumed or loaded with: rows, eval, reward, tools, a task, a choice."""
     names: list[str] = []
     for setting, value in objects.items():
@@ -310,14 +310,14 @@ def row_needs(loss: Any, update: Any) -> dict[str, int]:
     return samples | ({"epochs": 1, "minibatches": 1} if update.full_batch else {})
 
 
-def check_length(settings: Settings) -> None:
+def check_run_length(settings: Settings) -> None:
     """Refuse a number of steps and a number of passes in one call."""
     steps, passes = settings.get("steps"), settings.get("data_epochs")
     if steps is not None and passes is not None:
         raise ConfigError(f"--steps {steps} and --data-epochs {passes} both say how long the run is: give one of them")
 
 
-def canonical(key: str) -> str:
+def canonical_key(key: str) -> str:
     """--max-norm and max_norm are one name; --lr is --update.lr."""
     axis, dot, field = key.partition(".")
     key = f"{axis}.{field.replace('-', '_')}" if dot else axis.replace("-", "_")
@@ -353,15 +353,15 @@ def _choose(axis: str, now: Any, layer: Settings, preset: Settings) -> Any:
     named = layer.get(axis)
     if isinstance(named, str):
         cls = find_choice(axis, CHOICES[axis], named)
-        _refuse_stranger(axis, named, cls)
+        _check_choice_class(axis, named, cls)
         if cls is not type(now):
-            now = build(axis, cls, _starts(cls, preset))
+            now = build(axis, cls, _preset_fields(cls, preset))
     elif named is not None:
         cls = named if isinstance(named, type) else type(named)
-        _refuse_stranger(axis, named, cls)
+        _check_choice_class(axis, named, cls)
         if cls not in CHOICES[axis]:
             name_class(axis, cls)
-        now = build(axis, named, _starts(named, preset)) if isinstance(named, type) else named
+        now = build(axis, named, _preset_fields(named, preset)) if isinstance(named, type) else named
     return _with_fields(axis, now, layer)
 
 
@@ -375,12 +375,12 @@ def _with_fields(axis: str, now: Any, layer: Settings) -> Any:
     return replace(now, **{name: settings[name].check(value) for name, value in values.items()})
 
 
-def _starts(cls: type, preset: Settings) -> dict[str, Any]:
+def _preset_fields(cls: type, preset: Settings) -> dict[str, Any]:
     """What a choice starts from by a preset."""
     return {k.split(".")[1]: v for k, v in preset.items() if k.startswith(f"{name_of(cls)}.")}
 
 
-def _refuse_stranger(axis: str, name: Any, cls: Any) -> None:
+def _check_choice_class(axis: str, name: Any, cls: Any) -> None:
     """A class of the user's own has to be a choice like those on the menu."""
     base = CHOICES[axis][0].__mro__[1]
     if not (isinstance(cls, type) and is_dataclass(cls) and issubclass(cls, base)):

@@ -26,8 +26,8 @@ from ascent.settings import (
     Resolved,
     Setting,
     Settings,
-    canonical,
-    check_length,
+    canonical_key,
+    check_run_length,
     configure,
     field_docs,
     find_task,
@@ -81,12 +81,12 @@ def parse_train(
     settings = _accepted_settings(resolved)
     values, rest = parse_flags(args, settings)
     if rest and is_flag(rest[0]):
-        axis, _, name = canonical(rest[0].partition("=")[0].lstrip("-")).partition(".")
+        axis, _, name = canonical_key(rest[0].partition("=")[0].lstrip("-")).partition(".")
         if axis in CHOICES:
             refuse_unknown_fields(axis, type(resolved.chosen[axis]), [name])
     check_positionals(f"{prog} {task}", rest, settings, max_words=0)
     values = {name: value for name, value in values.items() if not (name in SHORT and value is None)}
-    check_length(values)
+    check_run_length(values)
     common = {name: value for name, value in (shared or {}).items() if name not in resolved.needs}
     config = configure(task, *layers, common, choices, values)
     backend = backend_of(config)
@@ -132,7 +132,7 @@ def _read_config(path: Path, task: str | None) -> tuple[str | None, dict[str, An
     if path.suffix == ".toml":
         layer = read_toml(path)
         task_of_file = layer.pop("task", None)
-        check_length(layer)
+        check_run_length(layer)
         return task or task_of_file, layer
     settings, run = read_settings(path, with_description=True), path.parent / "run.json"
     if "id" in settings or run.exists():  # of a run, which may come from another machine

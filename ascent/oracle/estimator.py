@@ -1,8 +1,8 @@
 """The expectation and the variance of an algorithm's gradient: exactly, for a group size G.
 
-It calls the library's own credit, weights and objective on enumerated batches and repeats none of
-their formulas. A credit sees only a few numbers of each other sample in a group: its reward, its length,
-and what the credit names in its `needs`. Responses that agree in those form a class, and a group is a
+It calls the library's own advantages, weights and objective on enumerated batches and repeats none of
+their formulas. An advantage sees only a few numbers of each other sample in a group: its reward, its length,
+and what the advantage names in its `needs`. Responses that agree in those form a class, and a group is a
 multiset of G classes: C(K+G−1, G) of them for K classes, instead of Mᴳ groups of M responses. Given the
 classes c of a group, its responses are independent: response y of class k has probability p(y | k). The
 gradient is a sum over responses, g = Σ_i g(y_i, c). So
@@ -31,7 +31,7 @@ from ascent.oracle.exact import Table
 MOST_GROUPS = 50_000
 """Maximum number of groups."""
 ALONE = 12
-"""Number of groups that are credited one by one to find out whether groups depend on one another."""
+"""Number of groups whose advantages are computed one by one to find out whether groups depend on one another."""
 MOST_NUMBERS = 200_000_000
 """Maximum of groups × (tokens of all responses + parameters), the numbers held in memory."""
 
@@ -46,7 +46,7 @@ class Estimate:
     mean: Float[Tensor, "parameter"]
     variance: float
     coupled: bool = False
-    """Do the groups of a batch depend on one another (batch-wide credit, token mean over different lengths)?"""
+    """Do the groups of a batch depend on one another (batch-wide advantages, token mean over different lengths)?"""
 
     def scale(self, gradient: Float[Tensor, "parameter"]) -> float:
         """The expectation's component along the gradient, as a multiple of it: 1 if unbiased."""
@@ -68,7 +68,7 @@ def over_prompts(estimates: list[Estimate]) -> Estimate:
     """
     if len(estimates) > 1 and any(e.coupled for e in estimates):
         raise ConfigError(
-            f"a batch of {len(estimates)} prompts with a credit or weights that look across groups (batch-normalized, "
+            f"a batch of {len(estimates)} prompts with advantages or weights across groups (batch-normalized, "
             "token-mean where lengths differ) is not a mean of single groups: use one prompt, or other choices"
         )
     mean = torch.stack([e.mean for e in estimates]).mean(0)
@@ -77,13 +77,13 @@ def over_prompts(estimates: list[Estimate]) -> Estimate:
 
 @dataclass(frozen=True)
 class EnumeratedGroups:
-    """Every multiset of G classes, with its probability, credit and weights."""
+    """Every multiset of G classes, with its probability, advantages and weights."""
 
     members: Int[Tensor, "group sample"]
     """The class of each sample, in ascending order."""
     chance: Float[Tensor, "group"]
     class_of: Int[Tensor, "response"]
-    credit: Float[Tensor, "group sample #token"]
+    advantage: Float[Tensor, "group sample #token"]
     weight: Float[Tensor, "group sample token"]
     coupled: bool
 
@@ -116,13 +116,13 @@ def estimate(
     state = algorithm.initial_state() if state is None else state
     groups = enumerate_groups(table, algorithm, samples, state) if groups is None else groups
     batch = table.filled(algorithm.needs)
-    correction = None if algorithm.correction.normalized else algorithm.correction(batch)  # else it is in the credit
+    correction = None if algorithm.correction.normalized else algorithm.correction(batch)  # else in the advantages
     batch = algorithm.exclude_responses(batch).add(correction=correction, **algorithm.scalars(state, progress))
     outputs = table.outputs(algorithm.outputs)
     total = groups.weight.new_zeros(len(groups.chance), table.gradient.numel())
     scatter = groups.weight.new_zeros(len(groups.chance))
     for members, here, one, n in groups.classes:
-        A, B = class_moments(table, algorithm, batch, outputs, members, groups.credit[one], groups.weight[one])
+        A, B = class_moments(table, algorithm, batch, outputs, members, groups.advantage[one], groups.weight[one])
         total.index_add_(0, here, n[:, None] * A)
         scatter.index_add_(0, here, n * (B - (A**2).sum(-1)))
     mean = groups.chance @ total
@@ -131,7 +131,7 @@ def estimate(
 
 
 def enumerate_groups(table: Table, algorithm: Algorithm, samples: int, state: State) -> EnumeratedGroups:
-    """Every multiset of G classes, with P(c) = G!/Π n_k! · Π p_k^n_k, its credit and its weights."""
+    """Every multiset of G classes, with P(c) = G!/Π n_k! · Π p_k^n_k, its advantages and its weights."""
     batch = table.filled(algorithm.needs)
     seen = sorted(algorithm.advantage.needs - {"reward_greedy"})
     if "logp_old" in seen or algorithm.correction.normalized:
@@ -149,7 +149,7 @@ def enumerate_groups(table: Table, algorithm: Algorithm, samples: int, state: St
     numbers = groups * (table.batch.mask.numel() + sum(p.numel() for p in table.policy.parameters()))
     if groups > MOST_GROUPS or numbers > MOST_NUMBERS:
         raise ConfigError(
-            f"{table.batch.mask.shape[1]:,} responses in {classes:,} classes that the credit can tell apart make "
+            f"{table.batch.mask.shape[1]:,} responses in {classes:,} classes that the advantages can tell apart make "
             f"{groups:,} groups of {samples} ({numbers:,} numbers in memory); the limit is {MOST_GROUPS:,} groups and "
             f"{MOST_NUMBERS:,} numbers. Lower the group size or the length limit, or use a reward with fewer levels"
         )
@@ -167,40 +167,40 @@ def enumerate_groups(table: Table, algorithm: Algorithm, samples: int, state: St
         )
     if not bool(keep.all()):
         chance = torch.where(keep, chance, 0.0) / chance[keep].sum()
-    return EnumeratedGroups(members, chance, class_of, *credit_groups(algorithm, everything, state))
+    return EnumeratedGroups(members, chance, class_of, *advantages_of_groups(algorithm, everything, state))
 
 
-def credit_groups(
+def advantages_of_groups(
     algorithm: Algorithm, everything: Batch, state: State
 ) -> tuple[Float[Tensor, "group sample #token"], Float[Tensor, "group sample token"], bool]:
-    """δ and the token weights of each group as a batch of its own, and whether groups depend on one another.
+    """Return A and the token weights of each group as a batch of its own, and whether groups depend on one another.
 
-    All groups are first credited as one batch. If a few of them get the same credit alone, and the same weights up
-    to 1/groups, groups are independent and the result holds for all; else each is weighed alone, and credited alone
-    where it is the credit that differs.
+    The advantages of all groups are first computed as one batch. If a few groups alone have the same advantages, and
+    the same weights up to 1/groups, groups are independent and the result holds for all. Otherwise the weights, and
+    where they differ the advantages too, are computed for each group alone.
     """
 
     def agree(single: list[Tensor], whole: Tensor) -> bool:
         return torch.allclose(torch.cat(single), whole, rtol=1e-9, atol=1e-12)
 
-    def credited(some: Batch, which: list[int]) -> list[Batch]:
+    def with_advantages(some: Batch, which: list[int]) -> list[Batch]:
         return [algorithm.compute_advantages(some.select(slice(c, c + 1)), state)[0] for c in which]
 
-    def credit_of(one: Batch) -> Tensor:
-        """δ, times a weight that depends on the whole group: surrogates are proportional to δ."""
+    def advantage_of(one: Batch) -> Tensor:
+        """Return A times a weight that depends on the whole group: surrogates are proportional to A."""
         return one.advantage * one.correction if algorithm.correction.normalized else one.advantage  # type: ignore
 
     count = len(everything.mask)
     probed = sorted({round(x) for x in torch.linspace(0, count - 1, min(count, ALONE)).tolist()})
-    alone, (whole, _) = credited(everything, probed), algorithm.compute_advantages(everything, state)
+    alone, (whole, _) = with_advantages(everything, probed), algorithm.compute_advantages(everything, state)
     weight = algorithm.weights(whole) * count
-    if agree([credit_of(one) for one in alone], credit_of(whole)[probed]):
+    if agree([advantage_of(one) for one in alone], advantage_of(whole)[probed]):
         if agree([algorithm.weights(one) for one in alone], weight[probed]):
-            return credit_of(whole), weight, False
+            return advantage_of(whole), weight, False
         single = [whole.select(slice(c, c + 1)) for c in range(count)]
     else:
-        single = credited(everything, list(range(count)))
-    return torch.cat([credit_of(one) for one in single]), torch.cat([algorithm.weights(one) for one in single]), True
+        single = with_advantages(everything, list(range(count)))
+    return torch.cat([advantage_of(one) for one in single]), torch.cat([algorithm.weights(one) for one in single]), True
 
 
 def class_moments(
@@ -209,7 +209,7 @@ def class_moments(
     batch: Batch,
     outputs: Outputs,
     members: Int[Tensor, "response"],
-    credit: Float[Tensor, "group #token"],
+    advantage: Float[Tensor, "group #token"],
     weight: Float[Tensor, "group token"],
 ) -> tuple[Float[Tensor, "group parameter"], Float[Tensor, "group"]]:
     """A = Σ_y p(y | k) g(y) and B = Σ_y p(y | k) ‖g(y)‖² over the members y of a class, per group that has it.
@@ -217,9 +217,9 @@ def class_moments(
     g(y) = Σ_t Σ_x ∂objective/∂x_t ∂x_t/∂θ, x the outputs of the training forward: logp and, where the
     objective asks for them, entropy and the full-vocabulary KL.
     """
-    index = members.expand(len(credit), -1)
+    index = members.expand(len(advantage), -1)
     mini = pick(batch, index).add(
-        advantage=credit.unsqueeze(1).expand(-1, len(members), -1),
+        advantage=advantage.unsqueeze(1).expand(-1, len(members), -1),
         weight=weight.unsqueeze(1).expand(-1, len(members), -1),
     )
     names = ["logp", *sorted(algorithm.outputs)]

@@ -16,7 +16,7 @@ from ascent.runs.run_folder import check_links_stay_inside, is_locked
 from ascent.runs.run_info import RUN_FORMAT
 from ascent.runs.trust import DESCRIPTION, check_trust
 from ascent.runs.untrusted_files import finite_number, naming_file, read_json, read_lines, read_metrics
-from ascent.settings import config_from, name_given
+from ascent.settings import config_from, names_of_objects
 from ascent.tasks.python_objects import match_objects, renamed
 from ascent.training.sharded_checkpoint import SHARD_FILES
 
@@ -91,7 +91,7 @@ class RunRecord:
 
         With `needed=False` (for a run that is not continued), compare only the objects that were passed.
         """
-        recorded, passed = self.info.get("objects"), name_given(objects)
+        recorded, passed = self.info.get("objects"), names_of_objects(objects)
         recorded = recorded if isinstance(recorded, dict) else {}
         if not needed:
             recorded = {

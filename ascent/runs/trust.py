@@ -25,7 +25,7 @@ from ascent.models.causal_lm import SAVED_MODEL
 from ascent.processes.user_code import CODE, read_code
 from ascent.processes.user_state import state_folder
 from ascent.runs.display.terminal import printable
-from ascent.settings import CHOICES, canonical, flatten, settings_of
+from ascent.settings import CHOICES, canonical_key, flatten, settings_of
 from ascent.tasks import TASKS
 from ascent.tasks.user_files import absolute_path
 
@@ -68,7 +68,7 @@ def uses(folder: Path, settings: Mapping[str, Any], again: bool = False) -> dict
     """
     used: dict[str, Path | None] = {}
     settings = {key: value for key, value in settings.items() if key not in DESCRIPTION}
-    flat = {canonical(key): value for key, value in flatten(settings).items()}
+    flat = {canonical_key(key): value for key, value in flatten(settings).items()}
     for key, value in flat.items():
         for item in value if isinstance(value, list | tuple) else [value]:
             if item is None or item == "" or _is_plain(folder, key, item, flat.get("task")):
