@@ -6,9 +6,9 @@ A reward model's head is read behind the last token of a response, a process rew
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ascent.build.backend import LearnedReward
 from ascent.build.model_verification import prove
@@ -63,7 +63,7 @@ def _ratings(
         exact = torch.promote_types(hidden.dtype, torch.float32)
         head = getattr(lm.model, HEAD)
         bias = None if head.bias is None else head.bias.to(exact)
-        return F.linear(hidden.to(exact), head.weight.to(exact), bias).squeeze(-1)
+        return functional.linear(hidden.to(exact), head.weight.to(exact), bias).squeeze(-1)
 
     return (forward or ForwardModule(lm))(batch, read, states)
 

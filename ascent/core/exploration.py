@@ -1,4 +1,4 @@
-"""The entropy bonus, and how it changes over a run. (The sampling temperature is a field of Config.)
+"""The entropy bonus, and its schedule over a run. The sampling temperature is a field of Config.
 
 objective = Σ weight · (surrogate + c · H(π(· | state)))
 """

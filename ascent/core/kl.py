@@ -52,7 +52,7 @@ def estimate_kl(name: Estimator, logp: PerToken, logp_ref: PerToken | None, kl_f
 
 
 def adapt(coef: float, kl: float, target: float) -> float:
-    """β ← β · (1 + 0.1 · clip(KL/target − 1, ±0.2))      (Ziegler et al. 2019)"""
+    """β ← β · (1 + 0.1 · clip(KL/target − 1, ±0.2))      (Ziegler et al. 2019)."""
     return coef * (1 + 0.1 * min(max(kl / target - 1, -0.2), 0.2))
 
 

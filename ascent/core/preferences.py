@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 
 from ascent.core.advantages import Raw
 from ascent.core.correction import NoCorrection
@@ -71,7 +71,7 @@ class PairLoss(Loss):
 
     def value(self, rating: Rating) -> Margin:
         """What is maximized for each pair."""
-        return F.logsigmoid(margin_of(rating))
+        return functional.logsigmoid(margin_of(rating))
 
     def check(self, row: Any) -> None:
         _refuse_others(row, self, weights=SequenceMean, kl=NoKL, exploration=NoBonus)
@@ -140,8 +140,8 @@ class Dpo(PairLoss):
     def value(self, rating: Rating) -> Margin:
         margin = margin_of(rating)
         if not self.smoothing:
-            return F.logsigmoid(margin)
-        return (1 - self.smoothing) * F.logsigmoid(margin) + self.smoothing * F.logsigmoid(-margin)
+            return functional.logsigmoid(margin)
+        return (1 - self.smoothing) * functional.logsigmoid(margin) + self.smoothing * functional.logsigmoid(-margin)
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class BradleyTerry(PairLoss):
         return out.rating
 
     def value(self, rating: Rating) -> Margin:
-        value = F.logsigmoid(margin_of(rating))
+        value = functional.logsigmoid(margin_of(rating))
         return value - self.center * rating.sum(1, keepdim=True) ** 2 if self.center else value
 
 

@@ -134,7 +134,7 @@ def _statistics(c: Any) -> str:
     estimate = f"{c.estimator} = {ABOUT_ESTIMATORS[c.estimator].formula}, with {LOG_RATIO}"
     if c.target is None:
         return estimate
-    return f"{estimate}\n{inspect.getdoc(kl.adapt)}, from {c.coef:g}, with the target {c.target:g}"
+    return f"{estimate}\n{str(inspect.getdoc(kl.adapt)).rstrip('.')}, from {c.coef:g}, with the target {c.target:g}"
 
 
 def _words(c: Any) -> str:

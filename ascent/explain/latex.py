@@ -1,7 +1,7 @@
-"""Formulas are written once, in LaTeX: this prints them in a terminal, with the letters and signs of Unicode.
+r"""Print LaTeX formulas in a terminal, with the letters and signs of Unicode.
 
 GitHub renders the same text, and the lab makes MathML of it (`ascent/lab/mathml.py`). Spaces are printed as they
-are written, and what is not listed here is printed as it stands: `N\\cdot{L_i}` is N·L_i, `N \\cdot L_i` is N · L_i.
+are written, and what is not listed here is printed as it stands: `N\cdot{L_i}` is N·L_i, `N \cdot L_i` is N · L_i.
 """
 
 import re

@@ -68,7 +68,7 @@ def over_prompts(estimates: list[Estimate]) -> Estimate:
     """
     if len(estimates) > 1 and any(e.coupled for e in estimates):
         raise ConfigError(
-            f"a batch of {len(estimates)} prompts with advantages or weights across groups (batch-normalized, "
+            f"a batch of {len(estimates)} prompts with statistics across groups (batch-normalized, "
             "token-mean where lengths differ) is not a mean of single groups: use one prompt, or other choices"
         )
     mean = torch.stack([e.mean for e in estimates]).mean(0)

@@ -130,7 +130,7 @@ def test_normalized_weights_are_less_biased_in_larger_batches() -> None:
     choice = Truncated("sequence", 1e9, normalized=True)
     biases = [estimate(found, Algorithm(LeaveOneOut(), correction=choice), n).bias(found.gradient) for n in (2, 3, 4)]
     assert biases[0] > biases[1] > biases[2] > 1e-3
-    with pytest.raises(ConfigError, match="look across groups"):
+    with pytest.raises(ConfigError, match="statistics across groups"):
         over_prompts([estimate(found, Algorithm(Raw(), correction=choice), 2)] * 2)
 
 
