@@ -67,7 +67,7 @@ def measure(lm: LanguageModel, batch: Batch, repeats: int) -> dict[str, Any]:
         "first": {name: [seconds for seconds, _ in own] for name, own in first.items()},
         "norms": norms,
         "rows": rows,
-        "why_not": None if captured is None else captured.why_not,
+        "why_not": None if captured is None else captured.capture_error,
         "loss_tokens": batch.tokens,
     }
 

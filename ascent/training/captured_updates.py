@@ -1,11 +1,10 @@
-"""A small update is bound by launches: here the host launches a backbone's forward and backward pass once each.
+"""CUDA graphs of the backbone's forward and backward pass, because small updates are bound by kernel launches.
 
-A packed row is padded to one of a few sizes, for which both passes are captured as CUDA graphs, at the size's second
-use. The graphs read the parameters where they lie. They add gradients to sums in float32, which become the `.grad` of
-what is stepped. Padding is rows that see nothing but padding: their gradients are 0, and so they change no sum. What
-lies around the backbone (embedding, head, objective) is launched as always.
+A packed row is padded to one of a few sizes. Both passes of a size are captured as CUDA graphs at its second use. The
+graphs read the parameters in place and add gradients to float32 sums, which become the `.grad` of the master weights.
+Padding tokens attend only to padding, so their gradients are 0. Embedding, head and objective are not captured.
 
-A forward pass needs no reward: it may begin while responses are still being scored, and the update finds it done.
+A forward pass does not need rewards, so it may run while responses are still being scored.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from ascent.models.packed_attention import PackedGroup, PackedLayout, VarlenSegm
 from ascent.ops.cuda_graphs import GraphBackend, bucket_step, next_power_of_2, round_up_to_bucket
 
 MAX_CAPTURE_FRACTION = 1 / 16
-"""Of a GPU's memory, what sums and the largest captured row may take."""
-SIZES = 16
-"""Sizes that are captured, at most."""
+"""Fraction of the GPU memory for gradient sums and the largest captured row."""
+MAX_CAPTURED_SIZES = 16
+"""Maximum number of captured sizes."""
 
 
 @dataclass(frozen=True)
-class Size:
-    """What a captured row holds at most."""
+class RowSize:
+    """The capacity of a captured row."""
 
     tokens: int
     keys: int
@@ -40,8 +39,8 @@ class Size:
     longest_key: int
 
     @classmethod
-    def of(cls, groups: Sequence[PackedGroup]) -> Size:
-        """The smallest one for these groups, with at least one token of padding."""
+    def of(cls, groups: Sequence[PackedGroup]) -> RowSize:
+        """Return the smallest size for these groups, with at least one token of padding."""
         used = sum(group.prompt + sum(group.responses) for group in groups)
         tokens = round_up_to_bucket(used + 1)
         again = sum(group.prompt * len(group.responses) for group in groups)
@@ -51,8 +50,8 @@ class Size:
         return cls(tokens, tokens + next_power_of_2(again + 1), next_power_of_2(segments), query, max(query, key))
 
 
-def padded(ids: Tensor, positions: Tensor, groups: Sequence[PackedGroup], size: Size) -> list[Tensor]:
-    """Ids, positions, and where segments begin, of a row with padding: all that changes from row to row."""
+def pad_row(ids: Tensor, positions: Tensor, groups: Sequence[PackedGroup], size: RowSize) -> list[Tensor]:
+    """Return the inputs of the graphs for a padded row: ids, positions and segment boundaries."""
     used, every = len(ids), list(groups)
     for start in range(used, size.tokens, size.longest_query):
         every.append(PackedGroup(start, min(size.longest_query, size.tokens - start), ()))
@@ -69,20 +68,20 @@ def padded(ids: Tensor, positions: Tensor, groups: Sequence[PackedGroup], size: 
 
 
 class CapturedRow:
-    """The two passes over rows of one size, with the places that they read and write."""
+    """The graphs of both passes over rows of one size, with their static input and output buffers."""
 
-    def __init__(self, owner: Captured, size: Size, parts: list[Tensor]):
+    def __init__(self, owner: CapturedBackbone, size: RowSize, parts: list[Tensor]):
         self.owner, self.size = owner, size
         device, weight = owner.device, owner.embedding.weight
         self.numbers = torch.cat(parts).to(device)
         self.ids, positions, queries, keys, seen, own, again = self.numbers.split([len(part) for part in parts])
         ends = (queries.int(), keys.int())
         self.embedded = torch.zeros(1, size.tokens, weight.shape[1], dtype=owner.dtype, device=device)
-        self.slope = torch.zeros_like(self.embedded, dtype=weight.dtype)
-        self.hidden = self.slope
+        self.hidden_grad = torch.zeros_like(self.embedded, dtype=weight.dtype)
+        self.hidden = self.hidden_grad
         self.leaves: list[Tensor] = []
-        """Parameters and embedded words, where they lie, as leaves of their own: autograd ties a leaf to a stream."""
-        self.embedded_slope: Tensor | None = None
+        """Aliases of the parameters and embeddings as separate leaves: autograd ties a leaf to a stream."""
+        self.embedded_grad: Tensor | None = None
         learns = weight.requires_grad
 
         def forward() -> None:
@@ -103,8 +102,8 @@ class CapturedRow:
             self.hidden = out.last_hidden_state
 
         def backward() -> None:
-            grads = list(torch.autograd.grad(self.hidden, self.leaves, self.slope, allow_unused=True))
-            self.embedded_slope = grads.pop() if learns else None
+            grads = list(torch.autograd.grad(self.hidden, self.leaves, self.hidden_grad, allow_unused=True))
+            self.embedded_grad = grads.pop() if learns else None
             for total, grad in zip(owner.sums, grads, strict=True):
                 if grad is not None:
                     total.add_(grad)
@@ -113,7 +112,7 @@ class CapturedRow:
             forward()
             backward()
 
-        owner.graphs.warm_up(both)  # the slope is 0, and so are sums
+        owner.graphs.warm_up(both)  # the gradient is 0, and so are the sums
         self.forward, self.backward = owner.graphs.capture(forward), owner.graphs.capture(backward)
 
     def load(self, parts: list[Tensor]) -> None:
@@ -121,13 +120,13 @@ class CapturedRow:
         self.numbers.copy_(row.pin_memory() if self.numbers.is_cuda else row, non_blocking=True)
 
     @torch.no_grad()
-    def pass_forward(self, embedded: Tensor) -> None:
+    def run_forward(self, embedded: Tensor) -> None:
         self.embedded.copy_(embedded)
         self.forward()
 
 
 class EarlyForward(NamedTuple):
-    """A forward pass that was computed before it was asked for: its row, its tokens, and which parameters it had."""
+    """A forward pass that ran ahead of the update: its row, its tokens, and the versions of its parameters."""
 
     row: CapturedRow
     ids: Tensor
@@ -141,20 +140,20 @@ class _Passes(torch.autograd.Function):
     def forward(ctx: Any, embedded: Tensor, _anchor: Tensor, row: CapturedRow, done: bool) -> Tensor:
         ctx.row = row
         if not done:
-            row.pass_forward(embedded)
+            row.run_forward(embedded)
         return row.hidden.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         row: CapturedRow = ctx.row
-        row.slope.copy_(grads[0])
-        row.owner.make_sums_gradients()
+        row.hidden_grad.copy_(grads[0])
+        row.owner.assign_gradients()
         row.backward()
-        return row.embedded_slope, None, None, None
+        return row.embedded_grad, None, None, None
 
 
-class Captured:
-    """The passes of one backbone over rows of up to `tokens` tokens; others are left to the caller."""
+class CapturedBackbone:
+    """The captured passes of one backbone, for rows of up to `tokens` tokens."""
 
     def __init__(
         self, backbone: nn.Module, working: list[Tensor], stepped: list[Tensor], tokens: int, graphs: GraphBackend,
@@ -171,68 +170,68 @@ class Captured:
         self.device = self.embedding.weight.device
         self.dtype = self.embedding(torch.zeros(1, dtype=torch.long, device=self.device)).dtype
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
-        self.rows: dict[Size, CapturedRow] = {}
-        self.used: Counter[Size] = Counter()
-        self.places: list[int] = []
-        self.begun: EarlyForward | None = None
-        self.why_not: str | None = None
-        """What went wrong with a capture; then there is none."""
+        self.rows: dict[RowSize, CapturedRow] = {}
+        self.used: Counter[RowSize] = Counter()
+        self.addresses: list[int] = []
+        self.early_forward: EarlyForward | None = None
+        self.capture_error: str | None = None
+        """The error of a failed capture, after which nothing is captured."""
 
     @torch.no_grad()
     def begin(self, ids: Tensor, positions: Tensor, groups: Sequence[PackedGroup]) -> None:
-        """Compute the forward pass over a packed row now, if its size is captured: the next call may be for it."""
-        size = Size.of(groups)
-        if size in self.rows and self._lie_where_they_lay():
+        """Run the forward pass over a packed row ahead of the update, if its size is captured."""
+        size = RowSize.of(groups)
+        if size in self.rows and self._addresses_unchanged():
             row = self.rows[size]
-            row.load(padded(ids, positions, groups, size))
-            row.pass_forward(self.embedding(row.ids[None]))
-            self.begun = EarlyForward(row, ids, positions, groups, self._versions())
+            row.load(pad_row(ids, positions, groups, size))
+            row.run_forward(self.embedding(row.ids[None]))
+            self.early_forward = EarlyForward(row, ids, positions, groups, self._versions())
 
-    def _begun(self, ids: Tensor, positions: Tensor, groups: Sequence[PackedGroup]) -> CapturedRow | None:
-        """The row whose forward pass was computed last, if it holds these tokens and the parameters are the same."""
-        begun, self.begun = self.begun, None  # used up: rows share their memory
-        if begun is None or begun.versions != self._versions() or not self._lie_where_they_lay():
+    def _take_early_forward(self, ids: Tensor, positions: Tensor, groups: Sequence[PackedGroup]) -> CapturedRow | None:
+        """Return the row of the early forward pass, if its tokens and parameters are the present ones."""
+        begun, self.early_forward = self.early_forward, None  # it can be used once: rows share their memory
+        if begun is None or begun.versions != self._versions() or not self._addresses_unchanged():
             return None
         same = torch.equal(begun.ids, ids) and torch.equal(begun.positions, positions) and begun.groups == groups
         return begun.row if same else None
 
-    def _lie_where_they_lay(self) -> bool:
-        return self.places == [p.data_ptr() for p in self.parameters]
+    def _addresses_unchanged(self) -> bool:
+        return self.addresses == [p.data_ptr() for p in self.parameters]
 
     def _versions(self) -> list[int]:
         return [p._version for p in self.parameters]
 
     def __call__(self, ids: Tensor, positions: Tensor, groups: Sequence[PackedGroup]) -> Tensor | None:
-        """Hidden states `[1 token width]` of a packed row and of its padding; None: it is not captured."""
-        if len(ids) >= self.tokens or self.why_not is not None or not torch.is_grad_enabled():
+        """Return the hidden states `[1 token width]` of a padded row; None: it is not captured."""
+        if len(ids) >= self.tokens or self.capture_error is not None or not torch.is_grad_enabled():
             return None
-        size = Size.of(groups)
+        size = RowSize.of(groups)
         self.used[size] += 1
         if size.tokens > self.tokens or self.used[size] < 2:
             return None
-        begun = self._begun(ids, positions, groups)
-        row = begun or self._row(size, padded(ids, positions, groups, size))
+        begun = self._take_early_forward(ids, positions, groups)
+        row = begun or self._row(size, pad_row(ids, positions, groups, size))
         if row is None:
             return None
         return _Passes.apply(self.embedding(row.ids[None]), self.anchor, row, begun is not None)
 
-    def _row(self, size: Size, parts: list[Tensor]) -> CapturedRow | None:
-        if not self._lie_where_they_lay():  # a sampler moved them: graphs would read what was there before
-            self.places, self.rows = [p.data_ptr() for p in self.parameters], {}
+    def _row(self, size: RowSize, parts: list[Tensor]) -> CapturedRow | None:
+        if not self._addresses_unchanged():  # a rollout engine moved them: graphs use old addresses
+            self.addresses, self.rows = [p.data_ptr() for p in self.parameters], {}
             self.graphs.reset()
         if size in self.rows:
             self.rows[size].load(parts)
-        elif len(self.rows) < SIZES:
+        elif len(self.rows) < MAX_CAPTURED_SIZES:
             self.sums = self.sums or [torch.zeros_like(p) for p in self.stepped]
             try:
                 self.rows[size] = CapturedRow(self, size, parts)
-            except RuntimeError as error:  # an architecture that asks the card for numbers, or too little memory
-                self.why_not, self.rows, self.sums = str(error).splitlines()[0], {}, []
+            except RuntimeError as error:  # the architecture syncs with the GPU, or there is too little memory
+                self.capture_error, self.rows, self.sums = str(error).splitlines()[0], {}, []
         return self.rows.get(size)
 
     @torch.no_grad()
-    def make_sums_gradients(self) -> None:
-        """What is stepped gets the sums as its gradients, with what they hold already."""
+    def assign_gradients(self) -> None:
+        """Make the sums the gradients of the master weights, and add the present gradients to them."""
         fresh = [total for total, p in zip(self.sums, self.stepped, strict=True) if p.grad is None]
         if fresh:
             torch._foreach_zero_(fresh)

@@ -1,13 +1,13 @@
-"""A bfloat16 parameter that is trained in 10 bytes, where a float32 copy, gradient and moments make them 18.
+"""AdamW for bfloat16 parameters in 10 bytes per parameter; float32 master weights, gradients and moments take 18.
 
-    master     its float32 bits are (bits of the parameter << 16) + low, with low in 16 bits: nothing of a step is lost
-    moments    in bfloat16, rounded at random so that E[rounded x] = x: to nearest, 0.999·v + 0.001·g² would stay v
-    gradient   summed over micro-batches in bfloat16, rounded at random too
+    master     its float32 bits are (bits of the parameter << 16) + low, with 16 low bits: steps are exact
+    moments    in bfloat16 with stochastic rounding, E[rounded x] = x; to nearest, 0.999·v + 0.001·g² would stay v
+    gradient   summed over micro-batches in bfloat16, with stochastic rounding
 
-A parameter is its master rounded to nearest, ties away from 0: ties to even would give two masters the same parameter
-and the same low bits. A step is AdamW's in float32, on the master and on moments that are rounded only when they are
-put away. Random bits are a hash of the seed, the parameter's place, its step and the position in it, so a resumed run
-draws the same ones and none are stored. `ReferenceOps` is what the kernels compute, and what runs without Triton.
+A parameter is its master weight rounded to nearest, ties away from 0; with ties to even, two master weights would have
+the same parameter and low bits. Each step is AdamW in float32, on the master weights and on moments that are rounded
+when they are stored. Random bits are a hash of the seed, the index of the parameter, its step and the position in it:
+a resumed run gets the same bits. `ReferenceOps` defines what the kernels compute and runs without Triton.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ from torch import Tensor
 from ascent.core.errors import ConfigError
 from ascent.ops import load_kernels
 
-CHUNK = 2**22
-"""Numbers that `ReferenceOps` work on at a time, because they need many times the memory of these."""
+CHUNK_NUMEL = 2**22
+"""Number of elements that `ReferenceOps` process at a time, to limit temporary memory."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
-MASK, FIRST, SECOND = 2**32 - 1, 0x7FEB352D, 0x846CA68B
+UINT32_MASK, HASH_MULTIPLIER_1, HASH_MULTIPLIER_2 = 2**32 - 1, 0x7FEB352D, 0x846CA68B
 Keys = tuple[int, int]
-"""Of a stream of random bits: two numbers of 32 bits."""
+"""The two 32-bit keys of a stream of random bits."""
 
 
 # ---- bits ------------------------------------------------------------------------------------------
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 tensor as the nearest bfloat16 one and the low bits that give it back."""
+    """Split a float32 tensor into the nearest bfloat16 tensor and the low bits that restore it."""
     bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
     high = (bits + 0x8000) >> 16
     return high.short().view(torch.bfloat16), (bits - high * 2**16).short()
 
 
 def join_master(high: Tensor, low: Tensor) -> Tensor:
-    """The float32 tensor that was split."""
+    """Restore the float32 tensor from its two parts."""
     return (high.view(torch.int16).int() * 2**16 + low.int()).view(torch.float32)
 
 
 def random_keys(seed: int, *numbers: int) -> Keys:
-    """The stream of these numbers. (Steele, Lea and Flood 2014: splitmix64's mixing, once for each.)"""
+    """Return the keys of the stream of these numbers, by splitmix64 (Steele, Lea and Flood 2014)."""
     x = seed
     for number in numbers:
         x = (x + 0x9E3779B97F4A7C15 * (number + 1)) % 2**64
         x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
         x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
         x ^= x >> 31
-    return x & MASK, x >> 32
+    return x & UINT32_MASK, x >> 32
 
 
 def random_bits(keys: Keys, start: int, count: int, device: torch.device) -> Tensor:
-    """32 random bits for each position, as int64: a hash whose every input bit moves about half of all output bits."""
-    x = torch.arange(start, start + count, device=device) + keys[0] & MASK
-    x = (x ^ x >> 16) * FIRST & MASK
-    x = ((x ^ x >> 15) + keys[1]) * SECOND & MASK
+    """Return 32 random bits per position, as int64, by a hash in which each input bit flips half of the output bits."""
+    x = torch.arange(start, start + count, device=device) + keys[0] & UINT32_MASK
+    x = (x ^ x >> 16) * HASH_MULTIPLIER_1 & UINT32_MASK
+    x = ((x ^ x >> 15) + keys[1]) * HASH_MULTIPLIER_2 & UINT32_MASK
     return x ^ x >> 16
 
 
 def stochastic_round(x: Tensor, random: Tensor) -> Tensor:
-    """float32 to one of its two neighbours in bfloat16, with 16 random bits: to the nearer one more often."""
+    """Round float32 to bfloat16 stochastically, with 16 random bits."""
     bits = (x.view(torch.int32) + random.int()) >> 16
     return torch.where(x.isnan(), 0x7FC0, bits).short().view(torch.bfloat16)
 
@@ -76,7 +76,7 @@ def stochastic_round(x: Tensor, random: Tensor) -> Tensor:
 
 
 def adamw(master: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor], step: int, group: dict[str, Any]) -> None:
-    """torch's own step, in place, on float32 tensors."""
+    """Take torch's AdamW step in place, on float32 tensors."""
     beta1, beta2 = group["betas"]
     how = {name: group[name] for name in ("lr", "weight_decay", "eps")}
     torch._fused_adamw_(
@@ -86,13 +86,13 @@ def adamw(master: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor], step: in
 
 
 class ReferenceOps:
-    """What the kernels compute, in plain torch. All tensors are flat."""
+    """The reference implementation of the kernels in PyTorch. All tensors are flat."""
 
     @staticmethod
     def add(total: Tensor, grad: Tensor, keys: Keys) -> None:
-        """total += grad, rounded at random."""
-        for at in range(0, len(total), CHUNK):
-            here = slice(at, at + CHUNK)
+        """Compute total += grad with stochastic rounding."""
+        for at in range(0, len(total), CHUNK_NUMEL):
+            here = slice(at, at + CHUNK_NUMEL)
             both = total[here].float() + grad[here]
             total[here] = stochastic_round(both, random_bits(keys, at, len(both), total.device) & 0xFFFF)
 
@@ -100,9 +100,9 @@ class ReferenceOps:
     def step(
         p: Tensor, low: Tensor, m: Tensor, v: Tensor, grad: Tensor, scale: Tensor, keys: Keys, step: int, group: Any
     ) -> None:
-        """One step of AdamW with scale·grad."""
-        for at in range(0, len(p), CHUNK):
-            here = slice(at, at + CHUNK)
+        """Take one step of AdamW with scale·grad."""
+        for at in range(0, len(p), CHUNK_NUMEL):
+            here = slice(at, at + CHUNK_NUMEL)
             master, moments = join_master(p[here], low[here]), (m[here].float(), v[here].float())
             adamw(master, grad[here].float() * scale, moments, step, group)
             random = random_bits(keys, at, len(master), p.device)
@@ -114,13 +114,13 @@ class ReferenceOps:
 
 
 class CompactAdamW(torch.optim.Optimizer):
-    """AdamW whose bfloat16 parameters take 10 bytes each. Others, such as a value head, have float32 state."""
+    """AdamW with 10 bytes per bfloat16 parameter. Other parameters, such as a value head, have float32 state."""
 
     def __init__(self, parameters: list[Tensor], masters: Iterable[Tensor], made: Any, seed: int, ops: Any = None):
-        """`masters`: of the first parameters, in float32; `made`: an AdamW with the settings of this one."""
+        """`masters`: float32 values of the first parameters; `made`: an AdamW with the settings to use."""
         if not isinstance(made, torch.optim.AdamW):
             raise ConfigError(
-                f"--policy.optimizer-state bfloat16 is for Adam, and this update steps by {type(made).__name__}: set "
+                f"--policy.optimizer-state bfloat16 requires Adam, but this update uses {type(made).__name__}: set "
                 "float32"
             )
         super().__init__(parameters, made.defaults)
@@ -129,23 +129,23 @@ class CompactAdamW(torch.optim.Optimizer):
         self.ops: Any = ops or (load_kernels("triton_adamw") if parameters[0].is_cuda else None) or ReferenceOps
         with torch.no_grad():
             for p, master in zip_longest(parameters, masters):
-                if p.dtype == torch.bfloat16:  # only that has the upper half of the bits of float32
+                if p.dtype == torch.bfloat16:  # other dtypes are not the upper half of float32 bits
                     high, self.state[p]["low"] = split_master(master)
                     p.copy_(high)
-                for name in MOMENTS:  # now, so that a sampler's caches take none of their room
+                for name in MOMENTS:  # allocated now, before the KV cache takes the free memory
                     self.state[p][name] = torch.zeros_like(p, memory_format=torch.contiguous_format)
 
     def masters(self) -> Iterator[Tensor]:
-        """Every parameter in float32, one after the other."""
+        """Yield every parameter in float32."""
         for p in self.param_groups[0]["params"]:
             yield join_master(p.detach(), self.state[p]["low"]) if "low" in self.state[p] else p.detach()
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """‖g‖ in float32."""
+        """Return ‖g‖ in float32."""
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)))
 
     def scale(self, gradients: list[Tensor], factor: Tensor) -> None:
-        """Multiply the gradients in the next step, in float32."""
+        """Scale the gradients in the next step, in float32."""
         self.scaled = factor
 
     @torch.no_grad()
@@ -169,7 +169,7 @@ class CompactAdamW(torch.optim.Optimizer):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Inside, gradients of bfloat16 parameters are summed here; at the end they are the parameters' own."""
+        """Sum bfloat16 gradients with stochastic rounding, and assign the sums to `.grad` on exit."""
         own = [(index, p) for index, p in enumerate(self.param_groups[0]["params"]) if "low" in self.state[p]]
         totals: dict[int, Tensor] = {}
         sum_terms: dict[int, int] = {}
@@ -194,11 +194,11 @@ class CompactAdamW(torch.optim.Optimizer):
             p.grad = totals.get(index)
 
 
-# ---- checkpoints: both forms are read --------------------------------------------------------------
+# ---- checkpoints: conversion between both forms --------------------------------------------------------------
 
 
 def to_float32_state(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """A checkpoint of this form in the form of float32 state: the same numbers."""
+    """Convert a checkpoint with compact state to float32 state, without loss."""
     kept, params = state["optimizer"], state["params"]
     if not any(name.endswith(".low") for name in kept):
         return state
@@ -210,7 +210,7 @@ def to_float32_state(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 def to_compact_state(state: dict[str, Any], names: list[str], optimizer: CompactAdamW) -> dict[str, Any]:
-    """A checkpoint in this form, with every tensor as large as its parameter. Of float32 state moments are rounded."""
+    """Convert a checkpoint to compact state and check its shapes. The moments of float32 state are rounded."""
     kept, params = dict(state["optimizer"]), dict(state["params"])
     wide = not any(name.endswith(".low") for name in kept)
     for index, name in enumerate(names):
@@ -228,6 +228,8 @@ def to_compact_state(state: dict[str, Any], names: list[str], optimizer: Compact
                 continue
             if value is None or value.shape != p.shape or value.dtype != dtype:
                 there = "missing" if value is None else f"{tuple(value.shape)} in {value.dtype}"
-                raise ConfigError(f"the checkpoint's optimizer state is not this model's: {key} of {name} is {there}")
+                raise ConfigError(
+                    f"the optimizer state of the checkpoint does not match this model: {key} of {name} is {there}"
+                )
     others = {group: own for group, own in state.items() if group != "wide"}
     return others | {"params": params, "optimizer": kept}

@@ -43,11 +43,11 @@ from ascent.training.packing import ForwardModule, action_states, last_states, s
 from ascent.training.sharded_checkpoint import ShardedWrite, ShardWriter
 
 Groups = dict[str, dict[str, Tensor]]
-ADAPTER = "lora_"
+LORA_PREFIX = "lora_"
 """In the name of every parameter that peft adds."""
 BUCKET_NUMEL = 2**24
 """Parameters of layers that are gathered at once, at least."""
-SPARE = 0.1
+MAX_UNSHARDED_FRACTION = 0.1
 """Of a GPU's memory: what parameters in float32 may take to stay there, in their own type, until the backward pass."""
 
 
@@ -64,7 +64,7 @@ class ShardedForward(ForwardModule):
     def forward(self, batch: Rollouts, read: Callable[[LMHead, Tensor], Any], states: Any = None) -> Any:
         """FSDP2 cannot follow a view of something else, so what is returned is none."""
         found = super().forward(batch, read, states)
-        return tuple(map(_no_view, found)) if isinstance(found, tuple) else _no_view(found)
+        return tuple(map(_without_view, found)) if isinstance(found, tuple) else _without_view(found)
 
     def with_params(self, params: Iterable[Tensor], batch: Rollouts, read: Callable[[LMHead, Tensor], Any]) -> Any:
         now = [p.detach().clone() for p in self.own.values()]
@@ -88,7 +88,7 @@ class ShardedForward(ForwardModule):
         if size == 1:
             torch._foreach_copy_([whole[name] for name in self.own], [_local(p) for p in self.own.values()])
             return
-        for bucket in make_buckets([Piece(p, whole[name], size) for name, p in self.own.items()]):
+        for bucket in make_buckets([ParameterShard(p, whole[name], size) for name, p in self.own.items()]):
             mine = whole[next(iter(whole))].new_zeros(sum(piece.length for piece in bucket))
             places = list(mine.split([piece.length for piece in bucket]))
             own = [its[: piece.local.numel()] for its, piece in zip(places, bucket, strict=True)]
@@ -103,20 +103,20 @@ class ShardedForward(ForwardModule):
             torch._foreach_copy_(to, of)
 
 
-class Piece:
+class ParameterShard:
     """A parameter's shard here, and the whole of it: of each rank as many rows, and of the last ones fewer."""
 
-    def __init__(self, shard: Any, whole: Tensor, size: int):
-        self.local, self.whole = _local(shard), whole.view(-1)
+    def __init__(self, shard_model: Any, whole: Tensor, size: int):
+        self.local, self.whole = _local(shard_model), whole.view(-1)
         self.length = whole.numel()
-        if _is_cut(shard):
+        if _is_sharded(shard_model):
             self.length = -(-len(whole) // size) * whole[0].numel()
 
     def numel(self) -> int:
         return self.length
 
 
-def _no_view(found: Any) -> Any:
+def _without_view(found: Any) -> Any:
     return found.clone() if isinstance(found, Tensor) and found._is_view() else found
 
 
@@ -137,7 +137,7 @@ class ShardedCritic(LanguageCritic):
         super().__init__(whole, shared, source.hollow)
         self._policy: list[Any] = []
         if self.own is not None:
-            cut_layers(self.own, checkpointable_layers(self.own), source, whole.model.dtype, size)
+            shard_layers(self.own, checkpointable_layers(self.own), source, whole.model.dtype, size)
             self.working = self.stepped = [p for p in self.own.parameters() if p.requires_grad]
 
     def follow(self, forward: ShardedForward) -> None:
@@ -153,12 +153,12 @@ class ShardedCritic(LanguageCritic):
         return scatter_tokens(self.read(hidden), to_device_async(states, batch.mask.device))
 
 
-class Moved:
+class ShardedOptimizer:
     """What an optimizer moves: on this rank's part of each parameter, as plain tensors. That takes the host no time."""
 
     def __init__(self, parameters: list[Any], update: Update, ranks: Ranks):
         self.every, self.ranks = parameters, ranks
-        self.own = [_local(p).detach() if _is_cut(p) else p for p in parameters]
+        self.own = [_local(p).detach() if _is_sharded(p) else p for p in parameters]
         self.optimizer = update.optimizer(self.own)
         if self.optimizer is not None:
             self.optimizer.norm = self.norm  # type: ignore[attr-defined]
@@ -174,7 +174,7 @@ class Moved:
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Of the whole gradient, of which every rank has a part."""
-        flags = [(own.grad, _is_cut(p)) for own, p in zip(self.own, self.every, strict=True)]
+        flags = [(own.grad, _is_sharded(p)) for own, p in zip(self.own, self.every, strict=True)]
         parts, whole = ([g for g, cut in flags if g is not None and cut is kind] for kind in (True, False))
         if self.ranks.world_size == 1 or not parts:
             return global_norm(gradients)
@@ -185,12 +185,12 @@ class Moved:
     def shard_state(self, name: str, value: Tensor) -> Any:
         """What the optimizer keeps of a parameter, in shards as that one is."""
         p = self.every[int(name.split(".", 1)[0])]
-        return _like(value, p) if value.dim() and _is_cut(p) else value
+        return _from_local_like(value, p) if value.dim() and _is_sharded(p) else value
 
     def local_shard(self, name: str, value: Any) -> Any:
         """What this rank holds of that."""
         p = self.every[int(name.split(".", 1)[0])]
-        return value if _is_cut(value) else _cut(value, p) if value.dim() else value.to(p.device, copy=True)
+        return value if _is_sharded(value) else _shard_like(value, p) if value.dim() else value.to(p.device, copy=True)
 
     def restore(self, name: str, value: Any) -> None:
         assert self.optimizer is not None
@@ -217,15 +217,15 @@ class ShardedLearner(LanguageLearner):
         if whole.device.type == "cuda" and whole.fuses:
             fuse_layers(whole.model)
         critic, step = (ShardedCritic(whole, choice.shared, ranks.world_size), choice.update) if on else (None, None)
-        forward = shard(whole, ranks.world_size)
+        forward = shard_model(whole, ranks.world_size)
         if critic is not None:
             critic.follow(forward)
         super().__init__(forward._lm[0], update, reference, outputs, 1, checkpointing, critic, step)
         self.ranks, self.num_shards = ranks, ranks.world_size
-        self._moved = Moved(self.trainable(), update, ranks)
-        self.optimizer = self._moved.optimizer
-        self._critic_moved = None if step is None else Moved(self.critic.trained(), step, ranks)
-        self.critic_optimizer = None if self._critic_moved is None else self._critic_moved.optimizer
+        self._sharded = ShardedOptimizer(self.trainable(), update, ranks)
+        self.optimizer = self._sharded.optimizer
+        self._critic_sharded = None if step is None else ShardedOptimizer(self.critic.trained(), step, ranks)
+        self.critic_optimizer = None if self._critic_sharded is None else self._critic_sharded.optimizer
         self.whole_lm = whole
         self._forward: Any = forward
         self._stale = False
@@ -254,9 +254,9 @@ class ShardedLearner(LanguageLearner):
 
     def all_reduce_gradients(self, parameters: list[Tensor]) -> None:
         """FSDP2 has summed those in shards already."""
-        critic = self._critic_moved
-        moved = critic if critic is not None and parameters[0] is critic.own[0] else self._moved
-        if whole := [p for p in moved.every if not _is_cut(p)]:
+        critic = self._critic_sharded
+        moved = critic if critic is not None and parameters[0] is critic.own[0] else self._sharded
+        if whole := [p for p in moved.every if not _is_sharded(p)]:
             super().all_reduce_gradients(whole)
         moved.take()
 
@@ -265,11 +265,11 @@ class ShardedLearner(LanguageLearner):
         return super().step(mini, objective, update)
 
     def fit_critic(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
-        assert self._critic_moved is not None
-        self._critic_moved.forget()
+        assert self._critic_sharded is not None
+        self._critic_sharded.forget()
         return super().fit_critic(mini, loss)
 
-    def on_rank_zero(self, name: str, mini: Batch, objective: Objective = lambda _, out: nothing(out)) -> Any:
+    def on_rank_zero(self, name: str, mini: Batch, objective: Objective = lambda _, out: zero_objective(out)) -> Any:
         """Rank 0 computes the whole batch; the others go through as many passes, with nothing in them."""
         ranks, self.ranks = self.ranks, RankZeroOnly(self.ranks)
         try:
@@ -283,7 +283,7 @@ class ShardedLearner(LanguageLearner):
         for group, own in self._in_shards().items():
             groups[group] = {}
             for name, value in own.items():
-                whole = _full(value)  # every rank has to ask
+                whole = _gather_full(value)  # every rank has to ask
                 if self.ranks.rank == 0:
                     groups[group][name] = whole.cpu()
         if self._rounded:
@@ -294,7 +294,10 @@ class ShardedLearner(LanguageLearner):
     def _in_shards(self) -> Groups:
         """The state as it is held here. What an optimizer keeps is cut as the parameters are."""
         groups = super().state()
-        for which, moved in (("optimizer", self._moved), ("critic_optimizer", self._critic_moved)):
+        for which, moved in (
+            ("optimizer", self._sharded),
+            ("critic_optimizer", self._critic_sharded),
+        ):
             if moved is not None:
                 groups[which] = {name: moved.shard_state(name, value) for name, value in groups[which].items()}
         return groups
@@ -316,7 +319,7 @@ class ShardedLearner(LanguageLearner):
 
     @property
     def _adapters(self) -> bool:
-        return any(ADAPTER in name for name in self._params)
+        return any(LORA_PREFIX in name for name in self._params)
 
     @torch.no_grad()
     def restore(self, state: Groups) -> None:
@@ -338,40 +341,40 @@ class ShardedLearner(LanguageLearner):
             if self.critic.own is not None:
                 self.critic.own.reshard()
         for name, value in state["optimizer"].items():
-            self._moved.restore(name, value)
+            self._sharded.restore(name, value)
         for name, value in state.get("critic_optimizer", {}).items():
-            assert self._critic_moved is not None
-            self._critic_moved.restore(name, value)
+            assert self._critic_sharded is not None
+            self._critic_sharded.restore(name, value)
         saved = {"params": (self._params, values)}
         saved |= {} if self.critic is None else {"critic": (self.critic.state_dict(), state["critic"])}
         for group, (own, whole) in saved.items():
             for name, p in own.items():
                 check_restored({name: _local(p)}, {name: _local(self.local_shard(group, name, whole[name]))})
-        if not any(map(_is_cut, state["params"].values())):  # other ranks keep their shards alone
+        if not any(map(_is_sharded, state["params"].values())):  # other ranks keep their shards alone
             check_restored(self.params(), state["params"])
 
     def local_shard(self, group: str, name: str, value: Any) -> Any:
         """What this rank holds of a tensor of a checkpoint."""
-        if _is_cut(value) or group == "loss_scale":
+        if _is_sharded(value) or group == "loss_scale":
             return value
         if group == "optimizer":
-            return self._moved.local_shard(name, value)
+            return self._sharded.local_shard(name, value)
         if group == "critic_optimizer":
-            return value if self._critic_moved is None else self._critic_moved.local_shard(name, value)
-        return _cut(value, self.critic.state_dict()[name] if group == "critic" else self._params[name])
+            return value if self._critic_sharded is None else self._critic_sharded.local_shard(name, value)
+        return _shard_like(value, self.critic.state_dict()[name] if group == "critic" else self._params[name])
 
 
-def nothing(out: Outputs) -> Terms:
+def zero_objective(out: Outputs) -> Terms:
     """The objective of a rank that has none of a batch, and goes along."""
     return Terms((out.logp if out.rating is None else out.rating).sum(), {})
 
 
-def _full(value: Any) -> Tensor:
+def _gather_full(value: Any) -> Tensor:
     """A tensor that is in shards, in one piece: every rank has to ask for it."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def _is_cut(value: Any) -> bool:
+def _is_sharded(value: Any) -> bool:
     return hasattr(value, "to_local")
 
 
@@ -379,7 +382,7 @@ def _local(value: Any) -> Tensor:
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-def _like(value: Tensor, like: Any) -> Any:
+def _from_local_like(value: Tensor, like: Any) -> Any:
     """A rank's part of a tensor that is in shards as another one is."""
     from torch.distributed.tensor import DTensor
 
@@ -387,11 +390,11 @@ def _like(value: Tensor, like: Any) -> Any:
     return DTensor.from_local(value, mesh, how, run_check=False, shape=like.shape, stride=like.stride())
 
 
-def _cut(value: Tensor, like: Any) -> Any:
+def _shard_like(value: Tensor, like: Any) -> Any:
     """A whole tensor, in shards as another one is; every rank has all of it."""
     from torch.distributed.tensor import distribute_tensor
 
-    if not _is_cut(like):
+    if not _is_sharded(like):
         return value.to(like.device, like.dtype, copy=True)
     value = value.to(like.device, like.dtype)
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
@@ -405,7 +408,7 @@ class HollowModel:
 
     def __init__(self, whole: LanguageModel):
         self.stored, self.device = whole.exact, whole.device
-        self.adapted = any(ADAPTER in name for name in whole.trained())
+        self.adapted = any(LORA_PREFIX in name for name in whole.trained())
         self.names = {id(p): name for name, p in whole.model.named_parameters()}
         self.own: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         """By the identity of an empty parameter: itself, and the one that it stands for."""
@@ -434,7 +437,7 @@ class HollowModel:
                 module._parameters[slot] = made[id(p)]
 
 
-def cut_layers(root: Any, layers: Iterable[Any], source: HollowModel, narrow: torch.dtype, size: int) -> None:
+def shard_layers(root: Any, layers: Iterable[Any], source: HollowModel, narrow: torch.dtype, size: int) -> None:
     """Cut a hollow module into shards, layer by layer: FSDP2 gathers each by itself. Adapters stay whole."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -442,8 +445,8 @@ def cut_layers(root: Any, layers: Iterable[Any], source: HollowModel, narrow: to
     policy = MixedPrecisionPolicy()
     if torch.finfo(narrow).bits < 32:
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    mesh, again = init_device_mesh(source.device.type, (size,)), reshards(root, source.device)
-    for group in (*gathered_at_once(layers), [root]):
+    mesh, again = init_device_mesh(source.device.type, (size,)), reshards_after_forward(root, source.device)
+    for group in (*layer_groups(layers), [root]):
         for part in group:
             source.fill(part)
         whole = {p for part in group for p in part.parameters() if source.adapted and p.requires_grad}
@@ -455,7 +458,7 @@ def cut_layers(root: Any, layers: Iterable[Any], source: HollowModel, narrow: to
             part.set_force_sum_reduction_for_comms(True)
 
 
-def gathered_at_once(layers: Iterable[Any]) -> Iterator[list[Any]]:
+def layer_groups(layers: Iterable[Any]) -> Iterator[list[Any]]:
     """Layers that are gathered at once: as many as have a bucket of parameters, because every gathering takes time."""
     group: list[Any] = []
     for layer in layers:
@@ -467,20 +470,20 @@ def gathered_at_once(layers: Iterable[Any]) -> Iterator[list[Any]]:
         yield group
 
 
-def reshards(module: nn.Module, device: torch.device) -> bool:
+def reshards_after_forward(module: nn.Module, device: torch.device) -> bool:
     """Is what was gathered let go between a forward and a backward pass? Not where a GPU can spare the memory."""
     if device.type != "cuda":
         return True
-    room = SPARE * torch.cuda.get_device_properties(device).total_memory
+    room = MAX_UNSHARDED_FRACTION * torch.cuda.get_device_properties(device).total_memory
     return sum(p.numel() * 4 for p in module.parameters()) > room
 
 
-def shard(whole: LanguageModel, size: int) -> Any:
+def shard_model(whole: LanguageModel, size: int) -> Any:
     """The model with its parameters in shards; what is returned has to be called for every pass."""
     source = HollowModel(whole)
     lm = source.hollow(whole, tokenizer=whole.tokenizer)
     forward, layers = ShardedForward(lm), checkpointable_layers(lm.backbone)
-    cut_layers(forward, layers, source, whole.model.dtype, size)
+    shard_layers(forward, layers, source, whole.model.dtype, size)
     whole.exact = {}
     forward.own = lm.trained()
     return forward

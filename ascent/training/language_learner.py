@@ -22,7 +22,7 @@ from ascent.models.fused_layers import fuse_layers
 from ascent.models.lm_head import LMHead, token_stats
 from ascent.models.packed_attention import FlashVarlen, packed_attention_enabled, to_device_async, varlen_kernel
 from ascent.ops.cuda_graphs import CudaGraphs
-from ascent.training.captured_updates import Captured, captured_tokens
+from ascent.training.captured_updates import CapturedBackbone, captured_tokens
 from ascent.training.compact_adamw import CompactAdamW, to_compact_state, to_float32_state
 from ascent.training.learner import InProcessLearner, check_restored
 from ascent.training.loss_scale import LossScale
@@ -73,7 +73,7 @@ class LanguageCritic(nn.Module):
             float32_copies(stored_precision(lm, body), body) if any(map(is_half, self.working)) else self.working
         )
         """The backbone's trained parameters, or their copies in float32."""
-        self.captured: Captured | None = None
+        self.captured: CapturedBackbone | None = None
 
     @property
     def backbone(self) -> nn.Module:
@@ -178,7 +178,7 @@ class LanguageLearner(InProcessLearner):
         if critic is not None and critic.own is not None:
             critic.captured = self._capturing(critic.own, critic.working, critic.stepped)
 
-    def _capturing(self, backbone: nn.Module, working: list[Tensor], stepped: list[Tensor]) -> Captured | None:
+    def _capturing(self, backbone: nn.Module, working: list[Tensor], stepped: list[Tensor]) -> CapturedBackbone | None:
         """What captures the passes over small rows, where flash attention computes them."""
         lm = self.lm
         if (
@@ -189,7 +189,7 @@ class LanguageLearner(InProcessLearner):
         if not (self.captures and flash and lm.shares) or self.checkpointing:
             return None
         tokens = captured_tokens(int(lm.gpu_memory), stepped, bytes_per_token(lm, False))
-        return Captured(
+        return CapturedBackbone(
             backbone, working, stepped, min(tokens, self._room.tokens if self._room else tokens), CudaGraphs()
         )
 

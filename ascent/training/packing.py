@@ -21,7 +21,7 @@ from ascent.core.types import Batch, Rollouts
 from ascent.models.causal_lm import LanguageModel
 from ascent.models.lm_head import LMHead
 from ascent.models.packed_attention import PackedGroup, PackedLayout, to_device_async
-from ascent.training.captured_updates import Captured
+from ascent.training.captured_updates import CapturedBackbone
 
 Read = TypeVar("Read")
 Cost = int | float
@@ -141,7 +141,7 @@ def value_states(batch: Rollouts) -> States:
 
 def hidden_states(
     lm: LanguageModel, batch: Rollouts, states: States | None = None, backbone: nn.Module | None = None,
-    captured: Captured | None = None,
+    captured: CapturedBackbone | None = None,
 ) -> Float[Tensor, "asked width"]:  # fmt: skip
     """Return the last hidden states at these states (by default before actions), of the model or another backbone."""
     states = action_states(batch) if states is None else states
@@ -151,7 +151,7 @@ def hidden_states(
 
 
 def packed_hidden_states(
-    lm: LanguageModel, batch: Rollouts, states: States, backbone: nn.Module, captured: Captured | None = None
+    lm: LanguageModel, batch: Rollouts, states: States, backbone: nn.Module, captured: CapturedBackbone | None = None
 ) -> Float[Tensor, "asked width"]:
     """Compute one packed row: [prompt, response 1, …, response G] for each group, with shared prompts, no padding."""
     row = pack_batch(batch, states)
@@ -241,7 +241,7 @@ class ForwardModule(nn.Module):
         super().__init__()
         self.model = lm.model
         self._lm = (lm,)  # in a tuple, so that it does not become a submodule: the model is one already
-        self.captured: Captured | None = None
+        self.captured: CapturedBackbone | None = None
         """The CUDA graphs for small rows, while gradients are computed."""
 
     @cached_property

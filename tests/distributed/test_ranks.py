@@ -406,7 +406,7 @@ def test_no_model_is_there_twice_as_a_whole_while_it_is_cut(
     monkeypatch.setattr(fsdp.HollowModel, "fill", fill)
     monkeypatch.setattr(fsdp, "BUCKET_NUMEL", 1)
     lm = model_of(dtype=torch.bfloat16, num_hidden_layers=4)
-    fsdp.shard(lm, 1)
+    fsdp.shard_model(lm, 1)
     every = sum(p.numel() for p in lm.model.parameters())
     assert len(whole) == 5 and sum(whole) == every and max(whole) < every / 3
 
@@ -423,7 +423,7 @@ def test_layers_in_shards_compute_with_the_kernels_of_a_whole_model(one_rank: Ra
             return ElementwiseReference.rope(x, cos, sin, back)
 
     assert fuse_layers(lm.model, ElementwiseReference) == 7, "two gated MLPs and five norms"
-    forward, batch = fsdp.shard(lm, 1), batch_of(model_of())
+    forward, batch = fsdp.shard_model(lm, 1), batch_of(model_of())
     copied = forward._lm[0].backbone.layers[0].mlp
     assert copied.forward.args[0] is copied, "its own parameters, and not those of the whole model"
     with torch.no_grad(), packed_attention_enabled(lm.model), fused_rope(lm.model, ElementwiseReference):

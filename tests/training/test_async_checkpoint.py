@@ -143,7 +143,7 @@ def learner() -> Iterator[ShardedLearner]:
         model_of(dtype=torch.bfloat16), Adam(), False, grpo.outputs, 0, False, group, grpo.critic, gather=0.0
     )
     assert made.optimizer is not None
-    for p in made._moved.own:
+    for p in made._sharded.own:
         p.grad = torch.ones_like(p)
     made.optimizer.step()
     yield made

@@ -21,7 +21,7 @@ from ascent.ops.cuda_graphs import EagerGraphs, round_up_to_bucket
 from ascent.rewards.tokenized_task import TokenizedTask
 from ascent.settings import configure
 from ascent.training import captured_updates as module
-from ascent.training.captured_updates import Captured, CapturedRow, Size, captured_tokens, padded
+from ascent.training.captured_updates import CapturedBackbone, CapturedRow, RowSize, captured_tokens, pad_row
 from ascent.training.language_learner import LanguageCritic, LanguageLearner
 from benchmarks.peers.fixed_prompts import FixedPrompts
 from benchmarks.peers.steps import Ours, Work
@@ -56,10 +56,10 @@ class Anew(EagerGraphs):
 def capturing(learner: LanguageLearner, tokens: int = 10_000) -> LanguageLearner:
     """With captured passes, as on a GPU."""
     both = (learner._working, learner._trainable)
-    learner._captured = Captured(learner.lm.backbone, *both, tokens, Anew(), FlashFormulas)
+    learner._captured = CapturedBackbone(learner.lm.backbone, *both, tokens, Anew(), FlashFormulas)
     if learner.critic is not None and learner.critic.own is not None:
         critic = learner.critic
-        critic.captured = Captured(critic.own, critic.working, critic.stepped, tokens, Anew(), FlashFormulas)
+        critic.captured = CapturedBackbone(critic.own, critic.working, critic.stepped, tokens, Anew(), FlashFormulas)
     return learner
 
 
@@ -82,16 +82,16 @@ def gradients(learner: LanguageLearner, batch: Any, algorithm: Any) -> list[Tens
 
 def test_the_sizes_of_rows() -> None:
     assert [round_up_to_bucket(n) for n in (1, 2, 9, 17, 100, 4577, 5121)] == [1, 2, 10, 20, 112, 5120, 6144]
-    size = Size.of([PackedGroup(0, 3, (2, 1)), PackedGroup(6, 2, ())])
-    assert size == Size(tokens=10, keys=18, segments=8, longest_query=4, longest_key=8)
+    size = RowSize.of([PackedGroup(0, 3, (2, 1)), PackedGroup(6, 2, ())])
+    assert size == RowSize(tokens=10, keys=18, segments=8, longest_query=4, longest_key=8)
     assert captured_tokens(1600, [torch.zeros(5)], 10) == 8 and captured_tokens(16, [torch.zeros(5)], 10) == 0
 
 
 def test_padding_sees_padding_alone() -> None:
     """Every token is a key to itself, padding is keys behind the others, and what is left over is nobody's."""
     groups = [PackedGroup(0, 3, (2, 1)), PackedGroup(6, 2, ())]
-    size = Size.of(groups)
-    ids, positions, queries, keys, seen, own, again = padded(torch.arange(8), torch.arange(8), groups, size)
+    size = RowSize.of(groups)
+    ids, positions, queries, keys, seen, own, again = pad_row(torch.arange(8), torch.arange(8), groups, size)
     assert ids.tolist() == [*range(8), 0, 0] and positions.tolist() == [*range(8), 0, 0]
     assert queries.tolist() == [0, 3, 5, 6, 8, 10, 10, 10, 10] and keys.tolist() == [0, 3, 8, 12, 14, 16, 16, 16, 16]
     assert seen.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 8, 9, 0, 0]
@@ -125,7 +125,7 @@ def test_captured_passes_have_the_gradient_of_plain_ones(kind: str, row: str, bu
         assert again == 0 or (captured.rows and captured.graphs.captured == 2 * len(captured.rows))
         for a, b in zip(got, want, strict=True):
             assert (a - b).abs().max() < 1e-9 * max(1.0, float(b.abs().max()))
-    assert captured.why_not is None and sum(captured.used.values()) >= 3
+    assert captured.capture_error is None and sum(captured.used.values()) >= 3
 
 
 def test_what_was_summed_before_a_capture_is_kept() -> None:
@@ -173,7 +173,7 @@ def test_what_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     want = gradients(learner, ready, algorithm)
     for tokens, most, broken in ((20, 16, False), (10_000, 0, False), (10_000, 16, True)):
         captured: Any = capturing(learner, tokens)._captured
-        monkeypatch.setattr(module, "SIZES", most)
+        monkeypatch.setattr(module, "MAX_CAPTURED_SIZES", most)
         if broken:
             monkeypatch.setattr(captured.graphs, "capture", lambda _: (_ for _ in ()).throw(RuntimeError("no\nmore")))
         learner.score(ready, frozenset({"logp_old"}))
@@ -181,7 +181,7 @@ def test_what_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(2):
             got = gradients(learner, ready, algorithm)
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-        assert not captured.rows and captured.why_not == ("no" if broken else None)
+        assert not captured.rows and captured.capture_error == ("no" if broken else None)
 
 
 def counting(captured: Any) -> list[Any]:
@@ -203,7 +203,7 @@ def test_a_forward_pass_that_began_early_is_used_once_and_only_for_its_row_and_p
     other = batch.add(response=batch.response.flip(1))
     ready, beside = (credited(one.add(logp_old=one.logp_sampler), algorithm, learner) for one in (batch, other))
     learner.begin(ready)
-    assert captured.begun is None, "its size has no graphs yet"
+    assert captured.early_forward is None, "its size has no graphs yet"
     want, differs = ([gradients(learner, one, algorithm) for _ in range(2)][1] for one in (ready, beside))
     assert len(captured.rows) == 1 and not torch.equal(want[0], differs[0])
     passes = counting(captured)
@@ -232,7 +232,7 @@ def test_a_run_computes_the_pass_of_a_whole_update_before_the_rewards(
 ) -> None:
     """Two epochs: the pass of the second is computed after the step of the first. No number is another for it."""
     events: list[str] = []
-    for owner, name, event in ((CapturedRow, "pass_forward", "pass"), (TokenizedTask, "score", "score")):
+    for owner, name, event in ((CapturedRow, "run_forward", "pass"), (TokenizedTask, "score", "score")):
         own = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, own=own, event=event: (events.append(event), own(*a))[1])
     found = []
@@ -276,14 +276,14 @@ def test_graphs_on_a_gpu_have_the_gradient_of_launches(row: str) -> None:
         learner.critic_update = replace(learner.critic_update, lr=1e-30)  # type: ignore[type-var]
     first, _, third = (gradients(learner, ready, algorithm) for _ in range(3))
     captured: Any = learner._captured
-    assert captured is not None and captured.rows and captured.why_not is None
+    assert captured is not None and captured.rows and captured.capture_error is None
     learner.begin(batch)
-    assert captured.begun is not None
+    assert captured.early_forward is not None
     fourth = gradients(learner, ready, algorithm)
-    assert captured.begun is None
+    assert captured.early_forward is None
     for p in captured.parameters:
         p.data = p.data.clone()
     fifth = gradients(learner, ready, algorithm)
-    assert captured.rows and captured.why_not is None, "captured anew"
+    assert captured.rows and captured.capture_error is None, "captured anew"
     for a, *others in zip(first, third, fourth, fifth, strict=True):
         assert all((a - b).norm() <= 0.02 * a.norm() for b in others)

@@ -193,7 +193,7 @@ def test_both_moments_and_every_micro_batch_are_rounded_by_bits_of_their_own() -
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     for chunk in (2**22, 7):
-        monkeypatch.setattr(compact_adamw, "CHUNK", chunk)
+        monkeypatch.setattr(compact_adamw, "CHUNK_NUMEL", chunk)
         p = noise(50).bfloat16()
         optimizer = stepped_by(p, noise(50), Adam(), seed=3)
         p.grad = noise(50, seed=1).bfloat16()
@@ -343,7 +343,7 @@ def test_state_of_another_shape_is_refused() -> None:
     for bad in (good[:1], good.float(), None):
         state["optimizer"].pop("1.low", None)
         state["optimizer"] |= {} if bad is None else {"1.low": bad}
-        with pytest.raises(ConfigError, match="optimizer state is not this model's: low of"):
+        with pytest.raises(ConfigError, match="does not match this model: low of"):
             learner.restore(state)
 
 
@@ -359,7 +359,7 @@ def test_an_update_that_is_not_adams_is_refused() -> None:
     a = noise(4).bfloat16()
     with pytest.raises(ConfigError) as refusal:
         CompactAdamW([a], [a.float()], torch.optim.SGD([a]), 0)
-    message = "--policy.optimizer-state bfloat16 is for Adam, and this update steps by SGD: set float32"
+    message = "--policy.optimizer-state bfloat16 requires Adam, but this update uses SGD: set float32"
     assert str(refusal.value) == message
 
 
