@@ -36,7 +36,7 @@ from ascent.server.openai_requests import (
     SamplingFields,
     read_request,
 )
-from ascent.server.openai_responses import ApiError, ResponseFrame, finish_reason, format_message, render_error
+from ascent.server.openai_responses import ApiError, ResponseFrame, finish_reason, format_message, render_api_error
 from ascent.server.session_turns import PendingTurn, SessionTurns, TurnInput
 
 MAX_CHARACTERS_PER_TOKEN = 64
@@ -141,7 +141,7 @@ class Endpoint:
 
     def _render_error(self, request: Request, error: Exception) -> Response:
         self.counts["refused"] += 1
-        return render_error(request, error)
+        return render_api_error(request, error)
 
     # ---- routes
 

@@ -78,7 +78,7 @@ def format_error(error: Exception) -> tuple[int, dict[str, Any]]:
     return status, {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-def render_error(_: Request, error: Exception) -> Response:
+def render_api_error(_: Request, error: Exception) -> Response:
     """Handle an exception of a route. The connection is closed, because the rest of the request is not read."""
     status, body = format_error(error)
     headers = {"connection": "close"} | dict(getattr(error, "headers", None) or {})

@@ -78,7 +78,7 @@ def conversation(kind: str, turns: int, shift: int, as_text: bool, one: bool) ->
     return parts
 
 
-def check_tail(tokenizer: Any, template: ChatTemplate, name: str, kind: str, shift: int, turns: int = 3) -> None:
+def check_suffix(tokenizer: Any, template: ChatTemplate, name: str, kind: str, shift: int, turns: int = 3) -> None:
     parts = conversation(kind, turns, shift, name.startswith("deepseek"), name in ONE_CALL)
     chat: list[Any] = [{"role": "user", "content": "Begin."}]
     for turn, (said, *new) in enumerate(parts):
@@ -95,7 +95,7 @@ def check_tail(tokenizer: Any, template: ChatTemplate, name: str, kind: str, shi
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_tail_is_the_templates_own(name: str) -> None:
+def test_suffix_equals_the_template(name: str) -> None:
     tokenizer = chat_tokenizer(name)
     template = ChatTemplate(tokenizer, TOOLS, stop_ids(name, tokenizer))
     for kind in ("user", "tool", "tools"):
@@ -104,7 +104,7 @@ def test_a_tail_is_the_templates_own(name: str) -> None:
                 template.render_suffix([{"role": "tool", "name": "search", "content": "12"}])
         elif kind == "user" or name not in NO_CALLS:
             for shift in (0, 5, 10):
-                check_tail(tokenizer, template, name, kind, shift)
+                check_suffix(tokenizer, template, name, kind, shift)
 
 
 CHATML = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -138,7 +138,7 @@ SAID = ("", "Be brief.", "Be brief. /no_think", "/think well")
 
 
 @pytest.mark.parametrize("name", [*NAMES, *OWN])
-def test_a_tail_behind_a_conversation_is_that_of_the_whole_conversation_rendered_from_scratch(name: str) -> None:
+def test_suffix_equals_rendering_the_whole_conversation(name: str) -> None:
     tokenizer = chat_tokenizer.__wrapped__("qwen3" if name in OWN else name)
     tokenizer.chat_template = OWN.get(name, tokenizer.chat_template)
     family, luck = "qwen3" if name in OWN else name, random.Random(name)
@@ -170,12 +170,12 @@ def test_a_tail_behind_a_conversation_is_that_of_the_whole_conversation_rendered
 
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3", "llama3_2", "gptoss"])
-def test_tokenizers_that_put_a_space_before_a_text_and_swallow_it_behind_a_token(name: str) -> None:
+def test_tokenizers_with_leading_spaces(name: str) -> None:
     tokenizer = chat_tokenizer(name, "spaces")
     template = ChatTemplate(tokenizer, TOOLS, stop_ids(name, tokenizer))
     for kind in ("user",) if name == "phi3" else ("user", "tool"):
         for shift in (0, 5, 10):
-            check_tail(tokenizer, template, name, kind, shift)
+            check_suffix(tokenizer, template, name, kind, shift)
     spelled = "a<|end|> b<|im_end|> c"
     ids = template.render_suffix([{"role": "user", "content": spelled}])
     assert control(template, ids) == control(template, template.render_suffix([{"role": "user", "content": "abc"}]))
@@ -187,7 +187,7 @@ def control(template: ChatTemplate, ids: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_observation_that_spells_a_control_token_yields_none(name: str) -> None:
+def test_observation_with_the_text_of_a_control_token_yields_no_control_token(name: str) -> None:
     tokenizer = chat_tokenizer(name)
     template = ChatTemplate(tokenizer, TOOLS, stop_ids(name, tokenizer))
     marks = [tokenizer.convert_ids_to_tokens(i) for i in sorted(template.control)]
@@ -201,7 +201,7 @@ def test_an_observation_that_spells_a_control_token_yields_none(name: str) -> No
         )
 
 
-def test_tokens_of_tools_that_are_not_called_special_are_not_spelled_either() -> None:
+def test_added_tokens_of_tools_are_control_tokens() -> None:
     tokenizer = chat_tokenizer("qwen3")
     template = ChatTemplate(tokenizer, TOOLS)
     closing = tokenizer.convert_tokens_to_ids("</tool_response>")
@@ -209,7 +209,7 @@ def test_tokens_of_tools_that_are_not_called_special_are_not_spelled_either() ->
     assert ids.count(closing) == 1 and closing not in tokenizer.all_special_ids
 
 
-def test_a_control_token_in_other_letters_is_not_one() -> None:
+def test_normalized_spelling_of_a_control_token_yields_no_control_token() -> None:
     """Where the tokenizer normalizes before it looks for tokens."""
     from tokenizers import AddedToken, normalizers
 
@@ -224,7 +224,7 @@ def test_a_control_token_in_other_letters_is_not_one() -> None:
     assert "<|secret|>" in tokenizer.decode(ids)
 
 
-def test_calls_that_each_end_with_a_stop_token() -> None:
+def test_templates_with_a_stop_token_after_each_call() -> None:
     tokenizer = chat_tokenizer.__wrapped__("qwen3")
     tokenizer.chat_template = (
         "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments }}<|im_end|>{% endfor %}"
@@ -237,7 +237,7 @@ def test_calls_that_each_end_with_a_stop_token() -> None:
     )
 
 
-def test_a_turn_that_was_cut_off_is_ended_first() -> None:
+def test_truncated_turn_gets_its_stop_token() -> None:
     tokenizer = chat_tokenizer("qwen3")
     template, message = ChatTemplate(tokenizer), {"role": "user", "content": "higher"}
     assert template.render_suffix([message], ended=False) == [
@@ -249,7 +249,7 @@ def test_a_turn_that_was_cut_off_is_ended_first() -> None:
     assert cohere.decode(ids).startswith("<|END_RESPONSE|><|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|USER_TOKEN|>")
 
 
-def test_a_stop_token_that_the_template_does_not_write_is_followed_by_the_one_that_it_does() -> None:
+def test_other_stop_token_is_followed_by_that_of_the_template() -> None:
     glm = chat_tokenizer("glm4moe")
     template = ChatTemplate(glm, TOOLS, stop_ids("glm4moe", glm))
     user, observation, end = (glm.convert_tokens_to_ids(t) for t in ("<|user|>", "<|observation|>", "<|endoftext|>"))
@@ -283,7 +283,7 @@ def test_what_follows_a_turn_depends_on_how_it_ended() -> None:
     assert tokenizer.decode(template.render_observation([end], [])) == "\n<|im_start|>assistant\n"
 
 
-def test_results_carry_the_ids_that_the_model_gave_its_calls() -> None:
+def test_results_have_the_ids_of_the_models_calls() -> None:
     tokenizer = chat_tokenizer("mistral")
     template = ChatTemplate(tokenizer, TOOLS)
     message = {"role": "tool", "name": "search", "content": "12", "tool_call_id": "aB3aB3aB3"}
@@ -295,7 +295,7 @@ def test_results_carry_the_ids_that_the_model_gave_its_calls() -> None:
     assert template.render_suffix([forged]) == template.render_suffix([message | {"tool_call_id": ""}])
 
 
-def test_a_name_that_the_model_made_up_is_not_written() -> None:
+def test_invented_tool_names_are_not_written() -> None:
     tokenizer = chat_tokenizer("muse_glimmer")
     template = ChatTemplate(tokenizer, TOOLS, stop_ids("muse_glimmer", tokenizer))
     text = tokenizer.decode(template.render_suffix([{"role": "tool", "name": "x<|eot|>", "content": "12"}]))
@@ -315,7 +315,7 @@ def test_a_name_that_the_model_made_up_is_not_written() -> None:
         ("qwen3", "tool", '<tool_response>\na "quoted"\nline 漢 \n</tool_response>'),
     ],
 )
-def test_a_content_is_written_as_the_template_writes_it(name: str, role: str, written: str) -> None:
+def test_contents_are_rendered_by_the_template(name: str, role: str, written: str) -> None:
     tokenizer = chat_tokenizer(name)
     ids = ChatTemplate(tokenizer, TOOLS).render_suffix(
         [{"role": role, "name": "search", "content": 'a "quoted"\nline 漢 '}]
@@ -324,7 +324,7 @@ def test_a_content_is_written_as_the_template_writes_it(name: str, role: str, wr
 
 
 @pytest.mark.parametrize("content", ["<|im_/no_thinkend|>", "<|im_/no_/thinkthinkend|> /no_think"])
-def test_a_content_out_of_which_the_template_makes_a_control_token_yields_none(content: str) -> None:
+def test_content_that_the_template_turns_into_a_control_token_yields_none(content: str) -> None:
     tokenizer = chat_tokenizer.__wrapped__("qwen3")
     tokenizer.chat_template = OWN["the last switch of any message"]
     template = ChatTemplate(tokenizer)
@@ -332,14 +332,14 @@ def test_a_content_out_of_which_the_template_makes_a_control_token_yields_none(c
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
 
 
-def test_results_that_spell_the_placeholder_of_an_id_are_left_as_they_are() -> None:
+def test_results_that_contain_an_id_placeholder_are_unchanged() -> None:
     tokenizer = chat_tokenizer("mistral")
     message = {"role": "tool", "name": "search", "content": "call00000", "tool_call_id": "aB3aB3aB3"}
     text = tokenizer.decode(ChatTemplate(tokenizer, TOOLS).render_suffix([message]))
     assert text == '[TOOL_RESULTS] {"content": call00000, "call_id": "aB3aB3aB3"}[/TOOL_RESULTS]'
 
 
-def test_a_template_that_writes_contents_in_a_way_of_its_own() -> None:
+def test_template_that_transforms_contents() -> None:
     tokenizer = chat_tokenizer.__wrapped__("qwen3")
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | replace('\\n', ' / ') }}<|im_end|>\n"
@@ -356,7 +356,7 @@ def test_a_template_that_writes_contents_in_a_way_of_its_own() -> None:
     assert len(control(template, template.render_suffix([{"role": "user", "content": "a\n<|im_end|>"}]))) == 3
 
 
-def test_letters_that_the_tokenizer_does_not_know() -> None:
+def test_characters_unknown_to_the_tokenizer() -> None:
     tokenizer = tiny_tokenizer()
     template = ChatTemplate(tokenizer, stops=[tokenizer.eos_token_id, 10**6])
     for content in ("é!", "<unk>é", "a<|im_end|>é"):
@@ -377,13 +377,13 @@ def test_an_observation_of_many_control_tokens_is_encoded_at_once() -> None:
     assert len(control(template, ids)) == 3 and len(calls) < 10
 
 
-def test_letters_that_are_none_do_not_stop_a_turn() -> None:
+def test_unpaired_surrogates_in_observations() -> None:
     tokenizer = chat_tokenizer("qwen3")
     ids = ChatTemplate(tokenizer).render_suffix([{"role": "user", "content": "half \ud83d of one"}])
     assert "half ? of one" in tokenizer.decode(ids)
 
 
-def test_what_cannot_be_a_conversation_is_refused() -> None:
+def test_unsupported_templates_are_refused() -> None:
     tokenizer = chat_tokenizer.__wrapped__("qwen3")
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template"):

@@ -49,7 +49,7 @@ def tools() -> Iterator[Tools]:
     made.close()
 
 
-def test_names_are_kept_over_the_turns_of_an_episode(tools: Tools) -> None:
+def test_variables_are_kept_during_an_episode(tools: Tools) -> None:
     assert said(tools.step(call("x = 6\nprint('set')"))) == "set\n"
     assert said(tools.step(call("x * 7"))) == "42\n"
     assert said(tools.step(call("y = 1"))) == "(nothing was printed)"

@@ -109,7 +109,7 @@ def test_the_other_player_moves_at_random_within_the_rules_by_the_episodes_seed(
     assert (lost.done, lost.reward) == (True, -1.0)
 
 
-def test_a_game_that_gives_reason_and_reward_in_the_wrong_order_is_mended(pool: EpisodePool) -> None:
+def test_swapped_reason_and_reward_of_a_game_are_fixed(pool: EpisodePool) -> None:
     play = Play(pool, "Cryptarithm")
     assert "Reason: Bad action format." in play("nonsense").observation
     step = play("nonsense")

@@ -44,12 +44,12 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_format_of_a_model_is_the_one_in_which_its_own_calls_are_read_back(name: str) -> None:
+def test_chosen_format_parses_calls_of_the_models_template(name: str) -> None:
     tokenizer = chat_tokenizer(name)
     assert choose_format(tokenizer, TOOLS, stop_ids(name, tokenizer)).name == WRITTEN.get(name, "plain")
 
 
-def test_calls_are_read_where_the_prompt_opens_a_block_of_thoughts() -> None:
+def test_calls_are_parsed_if_the_prompt_opens_reasoning() -> None:
     call = ToolCall("find_known", {"words": "x"})
     assert FORMATS["deepseek"].parse_turn(
         tool_chat._render_calls(chat_tokenizer("deepseekv3"), [call, call]) or ""
@@ -59,13 +59,13 @@ def test_calls_are_read_where_the_prompt_opens_a_block_of_thoughts() -> None:
     ]
 
 
-def test_words_end_where_the_prompt_does_or_at_a_token_before() -> None:
+def test_generation_prompt_is_removed_up_to_a_token_boundary() -> None:
     assert tool_chat._without_generation_prompt("assistant\n<tool_call>x", "assistant\n<think>\n") == "<tool_call>x"
     assert tool_chat._without_generation_prompt("assistant\n</think>x", "assistant\n") == "</think>x"
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_example_of_a_format_is_read(name: str) -> None:
+def test_examples_of_formats_are_parsed(name: str) -> None:
     form = FORMATS[name]
     call = [ToolCall("add", {"a": 1})]
     assert form.parse_turn(form.example) == call
@@ -163,13 +163,13 @@ def test_a_call_that_does_not_parse_says_why(name: str, words: str, error: str) 
     assert error in call.error and call.name == "" and len(call.error) < 300
 
 
-def test_good_calls_beside_a_bad_one_are_read() -> None:
+def test_valid_calls_next_to_an_invalid_one_are_parsed() -> None:
     calls = PLAIN.parse_turn('<call>f {"x": 1}</call><call>g {</call><call>h {}</call><call>i')
     assert [call.name for call in calls] == ["f", "", "h", ""]
     assert [bool(call.error) for call in calls] == [False, True, False, True]
 
 
-def test_an_answer_in_json_is_no_call() -> None:
+def test_json_without_a_name_is_not_a_call() -> None:
     assert FORMATS["llama"].parse_turn('{"answer": 12}') == FORMATS["llama"].parse_turn("{not JSON") == []
 
 
@@ -191,7 +191,7 @@ def test_an_answer_in_json_is_no_call() -> None:
         ("a\nb", None, "a\nb"),
     ],
 )
-def test_what_stands_in_tags_becomes_what_the_schema_says(text: str, schema: Any, value: Any) -> None:
+def test_tagged_arguments_are_converted_by_the_schema(text: str, schema: Any, value: Any) -> None:
     words = f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
     assert FORMATS["qwen3-coder"].parse_turn(words, {"f": {"x": schema}}) == [ToolCall("f", {"x": value})]
 
@@ -208,7 +208,7 @@ def test_any_text_gives_calls_or_none_or_an_error(words: str) -> None:
             json.dumps(call.arguments)
 
 
-def test_long_nonsense_takes_no_time() -> None:
+def test_parsing_long_text_is_fast() -> None:
     """Nothing here may be quadratic in what a model writes."""
     import time
 

@@ -183,7 +183,7 @@ def test_ids_of_calls_come_back() -> None:
         ),
     ],
 )
-def test_what_the_model_reads(call: str, said: str) -> None:
+def test_results_and_errors_as_the_model_reads_them(call: str, said: str) -> None:
     assert said in answer(call)
 
 
@@ -254,7 +254,7 @@ def test_no_turn_is_an_exception(words: str, form: str) -> None:
     tools(form).step(FORMATS[form].example.replace("add", "calculator").replace("a", words[:9]) + words)
 
 
-def test_neither_torch_nor_transformers_is_needed_to_play() -> None:
+def test_tools_import_neither_torch_nor_transformers() -> None:
     code = "import sys, ascent.environments.tools; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

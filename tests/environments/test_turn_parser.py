@@ -1,4 +1,4 @@
-"""Turns that are read piece by piece: thoughts, words, stop strings and calls, as soon as they are certain."""
+"""Incremental parsing of turns: reasoning, content, stop strings and tool calls."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ QUOTED = '"a"'
 
 
 def pieces(text: str, sizes: Sequence[int] = (1,), **how: Any) -> list[AssistantTurn]:
-    """What is told when a text comes in pieces of these sizes, and at its end."""
+    """Return the parsed parts of a text that is fed in pieces of these sizes."""
     parser = TurnParser(**how)
-    told, at = [], 0
+    parts, at = [], 0
     while at < len(text):
-        size = sizes[len(told) % len(sizes)]
-        told.append(parser.feed(text[at : at + size]))
+        size = sizes[len(parts) % len(sizes)]
+        parts.append(parser.feed(text[at : at + size]))
         at += size
-    told.append(parser.end())
-    assert join_parts(told) == parser.turn
-    return told
+    parts.append(parser.end())
+    assert join_parts(parts) == parser.turn
+    return parts
 
 
 def whole(text: str, **how: Any) -> AssistantTurn:
@@ -70,37 +70,37 @@ HERMES = {"format": FORMATS["hermes"], "schemas": TYPES}
         ('[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add{"a": 2}', {"format": FORMATS["mistral"]}, "", "", [1, 2]),
     ],
 )
-def test_a_turn_is_read_the_same_in_any_pieces(
+def test_incremental_parsing_equals_parsing_at_once(
     text: str, how: dict[str, Any], content: str, reasoning: str, calls: list[int]
 ) -> None:
-    luck = random.Random(text)
-    for sizes in [(len(text),), (1,), *([luck.randint(1, 9) for _ in range(7)] for _ in range(8))]:
+    rng = random.Random(text)
+    for sizes in [(len(text),), (1,), *([rng.randint(1, 9) for _ in range(7)] for _ in range(8))]:
         read = join_parts(pieces(text, sizes, **how))
         assert (read.content, read.reasoning) == (content, reasoning), sizes
         assert [call.arguments["a"] for call in read.calls] == calls and not any(call.error for call in read.calls)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_call_of_every_format_is_read_in_any_pieces(name: str) -> None:
+def test_incremental_parsing_of_every_format(name: str) -> None:
     made = FORMATS[name]
     for sizes in [(1,), (2, 5), (400,)]:
         read = join_parts(pieces(made.example, sizes, format=made, schemas=TYPES))
         assert [(call.name, call.arguments) for call in read.calls] == [("add", {"a": 1})] and not read.content
 
 
-def test_what_is_certain_is_told_at_once_and_only_what_may_become_a_mark_is_held() -> None:
-    def told(text: str, **how: Any) -> list[str]:
+def test_only_possible_markers_are_held_back() -> None:
+    def parts(text: str, **how: Any) -> list[str]:
         return [piece.content or piece.reasoning or ("CALL" if piece.calls else "") for piece in pieces(text, **how)]
 
-    assert told("ab END"[:5], stops=("END",)) == ["a", "b", " ", "", "", "EN"]
-    assert told("EEND", stops=("END",)) == ["", "E", "", "", ""]
-    assert told("a<b<", **HERMES) == ["a", "", "<b", "", "<"]
-    assert told("<x", in_reasoning=False) == ["", "<x", ""]
-    closing = [*told(CALL + "x", **HERMES)]
+    assert parts("ab END"[:5], stops=("END",)) == ["a", "b", " ", "", "", "EN"]
+    assert parts("EEND", stops=("END",)) == ["", "E", "", "", ""]
+    assert parts("a<b<", **HERMES) == ["a", "", "<b", "", "<"]
+    assert parts("<x", in_reasoning=False) == ["", "<x", ""]
+    closing = [*parts(CALL + "x", **HERMES)]
     assert closing[len(CALL) - 1] == "CALL" and set(closing) == {"", "CALL"}, "when it is closed, and not at the end"
-    assert told("hm </think>\nx", in_reasoning=True)[:2] == ["h", "m"]
-    assert told("{x", format=FORMATS["llama"]) == ["", "", "{x"], "only the whole turn says that it is no call"
-    assert told("x{", format=FORMATS["llama"]) == ["x", "{", ""]
+    assert parts("hm </think>\nx", in_reasoning=True)[:2] == ["h", "m"]
+    assert parts("{x", format=FORMATS["llama"]) == ["", "", "{x"], "only the whole turn says that it is no call"
+    assert parts("x{", format=FORMATS["llama"]) == ["x", "{", ""]
     assert (
         partial_match_length("aab", ("abc", "bcd")) == 2
         and partial_match_length("", ("a",)) == 0
@@ -108,7 +108,7 @@ def test_what_is_certain_is_told_at_once_and_only_what_may_become_a_mark_is_held
     )
 
 
-def test_special_tokens_are_neither_words_nor_part_of_a_stop_string() -> None:
+def test_special_tokens_are_not_part_of_content_or_stop_strings() -> None:
     parser = TurnParser(("im", "ab"), format=FORMATS["hermes"])
     assert parser.feed("<|im_end|>", special=True).content == "" and parser.feed("x").content == "x"
     assert parser.feed("a").content == "", "it may become a stop string"
@@ -118,10 +118,10 @@ def test_special_tokens_are_neither_words_nor_part_of_a_stop_string() -> None:
 
 @pytest.mark.parametrize("kind", ["bytes", "spaces"])
 @pytest.mark.parametrize("template", ["qwen3", "llama3_1", "mistral", "lfm2", "deepseekv3", "gemma3"])
-def test_tokens_of_any_tokenizer_are_read_the_same_one_by_one(template: str, kind: str) -> None:
+def test_token_by_token_parsing_with_many_tokenizers(template: str, kind: str) -> None:
     tokenizer = chat_tokenizer(template, kind)
     renderer = ChatRenderer(tokenizer, stop_ids(template, tokenizer))
-    luck = random.Random(template)
+    rng = random.Random(template)
     form = renderer.make_parser(TOOLS).parser.format
     assert form is not None
     texts = ["naïve 漢字 🙂 so", f"naïve 漢 {form.example}", f"{form.example}", "<think>hm</think> 🙂"]
@@ -129,16 +129,16 @@ def test_tokens_of_any_tokenizer_are_read_the_same_one_by_one(template: str, kin
         ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], min(renderer.stop_ids)]
         for tools, stops in (([], ()), (TOOLS, ()), (TOOLS, ("字 🙂", "zz")), ([], ("字",))):
             parser = renderer.make_parser(tools, stops)
-            at, told = 0, []
+            at, parts = 0, []
             while at < len(ids):
-                size = luck.choice((1, 1, 1, 2, 5))
-                told.append(parser.feed(ids[at : at + size]))
+                size = rng.choice((1, 1, 1, 2, 5))
+                parts.append(parser.feed(ids[at : at + size]))
                 assert parser.num_parsed <= at + size
                 at += size
-            told.append(parser.end())
+            parts.append(parser.end())
             read = renderer.parse_turn(ids, tools, stops)
-            assert join_parts(told) == parser.turn == read and parser.num_parsed == len(ids)
-            assert not any("\N{REPLACEMENT CHARACTER}" in piece.content for piece in told)
+            assert join_parts(parts) == parser.turn == read and parser.num_parsed == len(ids)
+            assert not any("\N{REPLACEMENT CHARACTER}" in piece.content for piece in parts)
             assert not any(stop in read.content for stop in stops)
             calls = form.example in text and (form.blocks.opening or text == form.example)  # a bare one is all
             assert [call.arguments for call in read.calls] == ([{"a": 1}] if tools and calls else [])
@@ -147,7 +147,7 @@ def test_tokens_of_any_tokenizer_are_read_the_same_one_by_one(template: str, kin
 @pytest.mark.parametrize(
     ("template", "opened"), [("qwen3_5_think", True), ("deepseek_r1_distill", True), ("qwen3", False)]
 )
-def test_a_prompt_that_opens_the_thoughts_is_seen(template: str, opened: bool) -> None:
+def test_prompt_that_opens_reasoning(template: str, opened: bool) -> None:
     tokenizer = chat_tokenizer(template)
     renderer = ChatRenderer(tokenizer, stop_ids(template, tokenizer))
     turn = tokenizer("hm</think>\n\nyes", add_special_tokens=False)["input_ids"]
@@ -158,7 +158,7 @@ def test_a_prompt_that_opens_the_thoughts_is_seen(template: str, opened: bool) -
     assert renderer.parse_turn(turn, [], (), closed).content == "hm</think>\n\nyes"
 
 
-def test_a_torn_character_waits_and_one_that_never_comes_is_told_at_the_end() -> None:
+def test_incomplete_characters_are_held_back_until_the_end() -> None:
     letters = "🙂".encode()
 
     def words(tokens: Sequence[int]) -> str:

@@ -119,7 +119,7 @@ def test_episodes_are_rollouts_with_the_learners_log_probs(config: Any) -> None:
 
 
 @pytest.mark.smoke
-def test_a_serving_engine_draws_the_turns_of_agents_whatever_becomes_of_it(
+def test_agents_with_a_remote_engine_that_fails_or_restarts(
     config: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -152,7 +152,7 @@ def test_a_serving_engine_draws_the_turns_of_agents_whatever_becomes_of_it(
 
 
 @pytest.mark.parametrize("engine", mostly_smokes(["local", "vllm"], "local"))
-def test_an_agent_that_streams_with_tools_and_stop_strings_is_recorded_as_one_that_does_not(
+def test_streaming_agents_have_the_same_record(
     config: Any, tiny_folder: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -196,7 +196,7 @@ def test_an_agent_that_streams_with_tools_and_stop_strings_is_recorded_as_one_th
     assert torch.allclose(whole.logp_sampler, streamed.logp_sampler, atol=1e-6)
 
 
-def test_the_time_in_which_processes_start_is_none_of_an_episodes(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_time_of_processes_does_not_count_for_the_deadline(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_training, "GRACE_SECONDS", 0.0)
 
     def talk(client: httpx.Client, assignment: Assignment) -> float:
@@ -207,7 +207,7 @@ def test_the_time_in_which_processes_start_is_none_of_an_episodes(config: Any, m
         assert bool(drawn(parts).valid.all())
 
 
-def test_prompts_of_a_group_that_differ_are_observations_from_where_they_do(config: Any) -> None:
+def test_different_prompts_of_a_group_become_observations_after_their_common_prefix(config: Any) -> None:
     def talk(client: httpx.Client, assignment: Assignment) -> float:
         say(client, [{"role": "system", "content": f"lucky {assignment.seed % 97}"}, *assignment.messages])
         return 1.0
@@ -263,7 +263,7 @@ def test_an_agent_that_fails_makes_its_episode_invalid_with_a_reason(config: Any
     assert batch.reward.flatten()[next(i for i, ok in enumerate(valid) if ok and i != cut[0])] == 0.5
 
 
-def test_where_the_agent_leaves_it_open_the_task_scores_the_last_turn(config: Any, tmp_path: Path) -> None:
+def test_task_scores_the_last_turn_if_the_agent_returns_no_reward(config: Any, tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text("def reward(response, answer=None, **more):\n    return float(len(response))\n")
 
@@ -318,7 +318,7 @@ def test_a_run_that_was_killed_in_a_step_resumes_to_the_same_numbers(
     ],
     ids=str,
 )
-def test_critics_adapters_and_narrow_sampling_train_with_agents(config: Any, tmp_path: Path, more: Any) -> None:
+def test_critics_adapters_and_top_k_sampling_train_with_agents(config: Any, tmp_path: Path, more: Any) -> None:
     run = start(config(max_reward_errors=0.0, **more), tmp_path / "run", Display(), preflight=True)
     assert len(run.metrics) == 2 and run.metrics[-1]["reward_errors"] == 0
     assert run.metrics[0][MISMATCH] < 1e-5
@@ -326,7 +326,7 @@ def test_critics_adapters_and_narrow_sampling_train_with_agents(config: Any, tmp
     assert rows and len(conversation(rows[0])) >= 3
 
 
-def test_what_cannot_be_is_refused_when_the_config_is_made(config: Any) -> None:
+def test_impossible_configs_of_agents_are_refused(config: Any) -> None:
     for more, why in (
         ({"ahead": 1, "loss": "clipped", "algorithm": "grpo", "correction": "truncated"}, "--agent"),
         ({"tools": ("calculator",)}, "--agent with --tools"),

@@ -141,7 +141,7 @@ ADVANTAGES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("agent", ["one_in_three_never_asks", "some_groups_never_ask", "never_asks", "fails_at_once"])
 @pytest.mark.parametrize("more", mostly_smokes(ADVANTAGES, {"advantage": "by-turn"}), ids=str)
-def test_a_response_without_a_drawn_token_is_failed_and_the_run_goes_on(
+def test_response_without_a_sampled_token_is_invalid(
     base: dict[str, Any], tmp_path: Path, agent: str, more: dict[str, Any]
 ) -> None:
     settings = base | {"agent": f"python:{tmp_path}/agents.py:{agent}"} | more
@@ -164,9 +164,7 @@ def test_a_response_without_a_drawn_token_is_failed_and_the_run_goes_on(
         }
 
 
-def test_a_run_with_responses_without_a_drawn_token_resumes_to_the_same_numbers(
-    base: dict[str, Any], tmp_path: Path
-) -> None:
+def test_run_with_responses_without_sampled_tokens_resumes_exactly(base: dict[str, Any], tmp_path: Path) -> None:
     settings = base | {"agent": f"python:{tmp_path}/agents.py:one_in_three_never_asks", "steps": 3}
     whole, left = killed_after(1, settings, tmp_path / "run")
     again = ascent.resume(left)
@@ -175,7 +173,7 @@ def test_a_run_with_responses_without_a_drawn_token_resumes_to_the_same_numbers(
         assert [step[name] for step in whole.metrics] == [step[name] for step in again.metrics], name
 
 
-def test_a_serving_engine_and_its_journal_have_responses_without_a_drawn_token(
+def test_journal_of_a_remote_engine_with_responses_without_sampled_tokens(
     base: dict[str, Any], engine: dict[str, Any], tmp_path: Path
 ) -> None:
     settings = base | engine | {"agent": f"python:{tmp_path}/agents.py:one_in_three_never_asks"}
@@ -191,7 +189,7 @@ def test_a_serving_engine_and_its_journal_have_responses_without_a_drawn_token(
 
 
 @pytest.mark.parametrize("advantage", mostly_smokes(["leave-one-out", "greedy"], "leave-one-out"))
-def test_a_resumed_run_that_samples_ahead_from_an_engine_keeps_its_environment(
+def test_resumed_run_that_samples_ahead_remotely_keeps_its_environment(
     base: dict[str, Any], engine: dict[str, Any], tmp_path: Path, advantage: str
 ) -> None:
     settings = base | engine | {"environment": f"python:{tmp_path}/environments.py:ThreeTurns", "max_tokens": 24}
@@ -205,7 +203,7 @@ def test_a_resumed_run_that_samples_ahead_from_an_engine_keeps_its_environment(
 
 
 @pytest.mark.parametrize("step", mostly_smokes([2, 3], 2))
-def test_steps_behind_a_replayed_one_have_their_own_seeds(
+def test_steps_after_a_replayed_step_have_new_seeds(
     base: dict[str, Any], engine: dict[str, Any], tmp_path: Path, step: int
 ) -> None:
     settings = base | engine | {"agent": f"python:{tmp_path}/agents.py:tells_its_seed", "samples": 2}
@@ -235,7 +233,7 @@ def played(tmp_path: Path, how: str) -> dict[str, str]:
 @pytest.mark.parametrize("how", ["environment", "agent"])
 @pytest.mark.parametrize("served", mostly_smokes([False, True], False))
 @pytest.mark.parametrize("context", [300, 112])
-def test_the_limit_of_a_row_counts_drawn_tokens_in_conversations(
+def test_token_limits_of_conversations_count_sampled_tokens(
     base: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest, how: str, served: bool, context: int
 ) -> None:
     """A context of 112 leaves 16 tokens behind the prompt, fewer than --max-tokens."""
@@ -254,7 +252,7 @@ def test_the_limit_of_a_row_counts_drawn_tokens_in_conversations(
 
 @pytest.mark.parametrize("how", ["environment", "agent"])
 @pytest.mark.parametrize("served", mostly_smokes([False, True], False))
-def test_a_response_that_runs_out_of_turns_is_truncated(
+def test_response_that_reaches_the_turn_limit_is_truncated(
     base: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest, how: str, served: bool
 ) -> None:
     settings = base | {"max_turns": 2, "steps": 1, "eval_every": 9, "stop": [*"abcdefghijklmnopqrstuvwxyz0123456789"]}
@@ -270,7 +268,7 @@ def test_a_response_that_runs_out_of_turns_is_truncated(
 
 
 @pytest.mark.parametrize("how", ["none", "environment", "agent"])
-def test_fixed_length_divides_by_the_limit_of_drawn_tokens(base: dict[str, Any], tmp_path: Path, how: str) -> None:
+def test_fixed_length_divides_by_the_limit_of_sampled_tokens(base: dict[str, Any], tmp_path: Path, how: str) -> None:
     settings = base | {"weights": "fixed-length", "max_tokens": 16, "steps": 1, "eval_every": 9}
     settings |= {} if how == "none" else played(tmp_path, how)
     for step in ascent.steps(**settings, out=tmp_path / "run"):
@@ -278,7 +276,7 @@ def test_fixed_length_divides_by_the_limit_of_drawn_tokens(base: dict[str, Any],
         assert torch.allclose(weight[step.batch.mask], torch.tensor(1 / (6 * 16)))
 
 
-def test_overlong_shaping_counts_drawn_tokens_though_prompts_of_a_group_differ(
+def test_overlong_shaping_counts_sampled_tokens_with_different_prompts_in_a_group(
     base: dict[str, Any], tmp_path: Path
 ) -> None:
     settings = base | {"shaping": "overlong", "shaping.margin": 16, "max_tokens": 32, "steps": 1, "eval_every": 9}
@@ -320,7 +318,7 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Constant:
 
 
 @pytest.mark.parametrize("kind", ["process", "process-score"])
-def test_what_an_agent_pays_is_paid_once_beside_process_rewards(
+def test_agent_reward_counts_once_with_process_rewards(
     base: dict[str, Any], process: Constant, tmp_path: Path, kind: str
 ) -> None:
     settings = base | {"reward": ["own", f"{kind}:{tmp_path}/run-of-it"], "steps": 1, "samples": 6, "eval_every": 9}
@@ -331,7 +329,7 @@ def test_what_an_agent_pays_is_paid_once_beside_process_rewards(
 
 
 @pytest.mark.parametrize("how", ["environment", "agent"])
-def test_a_process_reward_reads_turns_behind_the_chat_before_them(
+def test_process_rewards_score_turns_after_their_history(
     base: dict[str, Any], process: Constant, tmp_path: Path, how: str
 ) -> None:
     """Each turn is asked about by itself, with the turns and observations before it as messages."""

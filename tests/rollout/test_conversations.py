@@ -151,7 +151,7 @@ def said(model: Any, batch: Any, p: int, s: int) -> list[str]:
     ]
 
 
-def test_an_environment_of_a_file_answers_turns_and_pays_for_them(talk: Any, model: Any) -> None:
+def test_environment_from_a_file_returns_observations_and_rewards(talk: Any, model: Any) -> None:
     (batch, errors), bound = talk
     assert not errors and bool(batch.valid.all())
     assert not bool(batch.truncated.any())
@@ -173,7 +173,7 @@ def test_an_environment_of_a_file_answers_turns_and_pays_for_them(talk: Any, mod
     assert bool((measured["turns"] == 3).all())
 
 
-def test_turns_that_a_limit_cut_off_are_noted_and_counted_and_so_are_seconds(talk: Any, model: Any) -> None:
+def test_truncated_turns_and_environment_seconds_are_measured(talk: Any, model: Any) -> None:
     (batch, _), _ = talk
     measured = dict(zip(batch.measure_names, batch.measures.unbind(-1), strict=True))
     for p in range(3):
@@ -187,7 +187,7 @@ def test_turns_that_a_limit_cut_off_are_noted_and_counted_and_so_are_seconds(tal
     assert 0 < float(measured["turns/cut"].sum()) < 36, "some are cut off and some are not"
 
 
-def test_the_preflight_says_what_it_saw_of_the_episodes(talk: Any, place: Path) -> None:
+def test_preflight_describes_the_episodes(talk: Any, place: Path) -> None:
     (batch, _), _ = talk
     cut = int(batch.measures[..., batch.measure_names.index("turns/cut")].sum())
     report = PreflightReport()
@@ -210,7 +210,7 @@ def row_of(batch: Any, p: int, s: int) -> dict[str, Any]:
     return {"response": tokens, "pieces": list(map(str, tokens)), "mask": mask, "turn": turn}
 
 
-def test_a_tail_is_the_templates_own_and_what_was_drawn_stays(talk: Any, model: Any) -> None:
+def test_suffix_equals_the_template_and_sampled_tokens_are_unchanged(talk: Any, model: Any) -> None:
     """Turn by turn: drawn tokens, the end token where the turn was cut off, and the template's words around."""
     (batch, _), _ = talk
     for p in range(3):
@@ -268,7 +268,7 @@ def test_a_problem_that_an_environment_cannot_begin_with_fails_alone(small: Any)
         assert "cannot begin with the problem" in error and "RuntimeError: too small a world" in error
 
 
-def test_without_an_answer_to_compare_with_what_earns_the_full_point_is_right(small: Any) -> None:
+def test_full_reward_is_correct_without_a_reference_answer(small: Any) -> None:
     """Games have no answers: one that was won is right."""
     (batch, _), bound = small
     won = [bound.question(batch, p).words > "4" for p in range(8)]
@@ -277,7 +277,7 @@ def test_without_an_answer_to_compare_with_what_earns_the_full_point_is_right(sm
     assert batch.measure_names[0] == "lenient" and (batch.measures[:, 0, 0] == 1).tolist() == won
 
 
-def test_a_world_that_never_begins_stops_the_run_with_its_reason(place: Path, tmp_path: Path) -> None:
+def test_environment_that_never_begins_stops_the_run(place: Path, tmp_path: Path) -> None:
     how = {"model": str(place / "tiny"), "preflight": False, "prompts": 2, "samples": 2, **LIMITS}
     with pytest.raises(RunError, match=r"on 4 of 4 responses.*cannot begin with .*RuntimeError: no world today"):
         ascent.train(
@@ -300,7 +300,7 @@ def decided(bits: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.smoke
-def test_a_run_that_is_killed_in_the_middle_of_a_conversation_resumes_to_the_bit(place: Path, tmp_path: Path) -> None:
+def test_run_killed_during_a_conversation_resumes_exactly(place: Path, tmp_path: Path) -> None:
     """From the command line, with adapters, a critic, mini- and micro-batches and top-p, all at once.
 
     Its environment stops in a second turn of the second step, until the trainer is killed.
@@ -327,7 +327,7 @@ def test_a_run_that_is_killed_in_the_middle_of_a_conversation_resumes_to_the_bit
 # ---- tools ------------------------------------------------------------------------------------------------------
 
 
-def test_a_call_is_answered_and_a_turn_without_one_ends_the_response(place: Path, model: Any) -> None:
+def test_tool_calls_get_results_and_a_turn_without_a_call_ends_the_response(place: Path, model: Any) -> None:
     task = task_of(place, tools=("calculator",), max_prompt=1024)
     with closing(language().bind(task, model, {})) as bound:
         prompts = bound.draw(1, torch.Generator().manual_seed(0))
@@ -393,7 +393,7 @@ def test_an_environment_and_tools_are_objects_in_python(place: Path, tmp_path: P
         ascent.train(rows, tools=[3], out=tmp_path / "no", **how)
 
 
-def test_calls_that_are_under_way_together_each_get_their_own_replies(place: Path, model: Any) -> None:
+def test_concurrent_generation_calls_get_their_own_replies(place: Path, model: Any) -> None:
     task = task_of(place, "Talk")
     with closing(language().bind(task, model, {})) as bound:
         prompts = bound.draw(1, torch.Generator().manual_seed(0))
@@ -407,7 +407,7 @@ def test_calls_that_are_under_way_together_each_get_their_own_replies(place: Pat
         two.close()
 
 
-def test_a_look_does_not_wait_for_episodes_that_begin() -> None:
+def test_poll_without_wait_does_not_wait_for_beginning_episodes() -> None:
     class Slow(InProcessEpisodePool):
         looks = 0
 
@@ -452,7 +452,7 @@ def test_later_turns_are_prompted_as_the_first_one(
     assert observations >= 6
 
 
-def test_an_observation_that_cannot_be_shown_is_the_error_of_its_response(place: Path, model: Any) -> None:
+def test_observation_that_cannot_be_rendered_is_an_error_of_its_response(place: Path, model: Any) -> None:
     class Odd(ascent.Environment):
         def step(self, action: str) -> ascent.Step:
             return ascent.Step([{"role": "nobody", "content": "x"}] if action == "a" else "")
@@ -470,7 +470,7 @@ def test_an_observation_that_cannot_be_shown_is_the_error_of_its_response(place:
             assert "cannot be rendered" in str(answer.error)
 
 
-def test_a_prompt_that_was_typed_is_played_as_its_own_problem(place: Path, model: Any) -> None:
+def test_typed_prompt_is_a_problem(place: Path, model: Any) -> None:
     with closing(language().bind(task_of(place, "Talk"), model, {})) as bound:
         prompts, words = bound.read_prompts(["so?"], False)
         assert "so?" in words[0] and "hint " in words[0]
@@ -504,7 +504,7 @@ def test_files_of_pairs_and_offline_data_have_no_conversations(place: Path, tmp_
         ({"max_context": 10}, "counts the prompt too"),
     ],
 )
-def test_conversations_that_cannot_be_are_refused(place: Path, settings: dict[str, Any], why: str) -> None:
+def test_impossible_conversation_settings_are_refused(place: Path, settings: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         task_of(place, **settings)
 
@@ -551,7 +551,7 @@ class Echo(ascent.Environment):
     ("name", "kind"),
     [*((name, "bytes") for name in ("qwen3", "gemma3", "mistral", "gptoss", "glm4moe")), ("phi3", "spaces")],
 )
-def test_tokens_that_no_tokenizer_would_write_stay_as_drawn(name: str, kind: str) -> None:
+def test_sampled_tokens_are_not_encoded_again(name: str, kind: str) -> None:
     """Letter by letter, and half a character: what is written again from its words has other tokens."""
     tokenizer = chat_tokenizer(name, kind)
     stops = stop_ids(name, tokenizer)

@@ -87,7 +87,7 @@ def soon(state: Callable[[], Any]) -> None:
 # ---- the processes --------------------------------------------------------------------------------
 
 
-def test_what_is_begun_is_computed_while_nobody_waits(own: Callable[[str], str], tmp_path: Path) -> None:
+def test_rewards_are_computed_in_the_background(own: Callable[[str], str], tmp_path: Path) -> None:
     with closing(RewardWorkerPool([RewardSpec(own("gate"))], 2, Limits(60.0))) as pool:
         slow, quick = pool.submit(calls(tmp_path, "slow", "quick"))
         put(tmp_path, "quick", 2)
@@ -109,7 +109,7 @@ def test_what_is_begun_is_computed_while_nobody_waits(own: Callable[[str], str],
         assert pool.wait_for_results([slow]) == [[RewardOutcome(1.0)]], "it may be asked for again"
 
 
-def test_rewards_that_fail_are_the_same_errors_when_they_are_begun_early(own: Callable[[str], str]) -> None:
+def test_failing_rewards_give_the_same_errors_in_the_background(own: Callable[[str], str]) -> None:
     asked = ["a", "die", "bb", "raise", "die", "ccc", "raise", "dddd"] * 3
     with closing(RewardWorkerPool([RewardSpec(own("odd"))], 2, Limits(60.0))) as pool:
         pool.seconds_per_call = 1e-4
@@ -121,14 +121,14 @@ def test_rewards_that_fail_are_the_same_errors_when_they_are_begun_early(own: Ca
         assert found == pool.run([job for (job,) in calls(Path(), *asked)])
 
 
-def test_a_reward_that_hangs_is_ended_though_nobody_waits(own: Callable[[str], str], tmp_path: Path) -> None:
+def test_hanging_reward_in_the_background_is_ended(own: Callable[[str], str], tmp_path: Path) -> None:
     with closing(RewardWorkerPool([RewardSpec(own("gate"))], 1, Limits(0.3))) as pool:
         (hanging,) = pool.submit(calls(tmp_path, "never"))
         soon(lambda: hanging.outcomes)
         assert "took longer than 0.3 s" in str(hanging.outcomes and hanging.outcomes[0].error)
 
 
-def test_a_pool_that_is_closed_leaves_neither_thread_nor_process(own: Callable[[str], str], tmp_path: Path) -> None:
+def test_closed_pool_leaves_no_thread_or_process(own: Callable[[str], str], tmp_path: Path) -> None:
     pool = RewardWorkerPool([RewardSpec(own("gate"))], 1, Limits(60.0))
     begun = pool.submit(calls(tmp_path, "never", "nor this"))
     soon(lambda: pool.workers and pool.workers[0].calls)
@@ -139,7 +139,7 @@ def test_a_pool_that_is_closed_leaves_neither_thread_nor_process(own: Callable[[
     soon(lambda: "ascent-rewards" not in {thread.name for thread in threading.enumerate()})
 
 
-def test_a_thread_that_fails_leaves_the_error_to_whoever_waits(
+def test_error_of_the_background_thread_is_raised_in_results(
     own: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
@@ -183,7 +183,7 @@ def problems(offset: int = 0) -> Prompts:
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
-def test_a_response_that_is_over_is_handed_over_as_it_is(decoder: Any) -> None:
+def test_finished_responses_are_delivered_early(decoder: Any) -> None:
     sampler = sampler_for(decoder, rows=6)  # of two problems, so that responses to both end together
     quiet = sampler.generate_from_seeds(problems(), 4, torch.arange(12).view(3, 4))
     told = listening(sampler)
@@ -196,7 +196,7 @@ def test_a_response_that_is_over_is_handed_over_as_it_is(decoder: Any) -> None:
 
 
 @pytest.mark.parametrize("decoder", [PagedRunner, "graphs"])
-def test_so_are_responses_of_later_steps(decoder: Any) -> None:
+def test_finished_responses_of_later_steps_are_delivered_early(decoder: Any) -> None:
     sampler = sampler_for(decoder)
     told, drawn = listening(sampler), []
     for step in range(3):
@@ -210,7 +210,7 @@ def test_so_are_responses_of_later_steps(decoder: Any) -> None:
         drawn.remove(one)
 
 
-def test_conversations_are_scored_when_they_are_over() -> None:
+def test_finished_conversations_are_scored_early() -> None:
     from dataclasses import replace
 
     from tests.language import AtOnce
@@ -244,7 +244,7 @@ def train(folder: Path, model: Path, reward: tuple[str, ...], **more: Any) -> Ru
     ],
     ids=["one reward", "two rewards, redraws, ahead"],
 )
-def test_a_run_has_the_same_numbers_with_and_without(
+def test_early_scores_do_not_change_a_run(
     names: tuple[str, ...], more: dict[str, Any], own: Callable[[str], str], tmp_path: Path, tiny_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-"""The endpoint: what a stock client asks, what is recorded of it, and what is refused."""
+"""The endpoint: responses to OpenAI's client, recorded sessions, and refused requests."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ ADD = {
 
 
 PLAIN: dict[int, Any] = {}
-"""Copies of the models, which nobody decodes with meanwhile."""
+"""Copies of the models that no decode thread uses."""
 pytestmark = pytest.mark.long
 
 
 @cache
 def language_model(template: str = "", dtype: torch.dtype = torch.float32) -> LanguageModel:
-    """A random model with a chat template; each template's once."""
+    """Return a random model with a chat template, cached."""
     import transformers
 
     tokenizer: Any = chat_tokenizer(template) if template else tiny_tokenizer()
@@ -94,7 +94,7 @@ WIDE = settings_of(context_length=4000, max_prompt_tokens=3000, fixed=True)
 def served(
     settings: SessionSettings | None = None, key: str = KEY, most: int = 64, template: str = "", **more: Any
 ) -> Iterator[Any]:
-    """An endpoint over a tiny model, which a thread decodes for."""
+    """Run an endpoint of a tiny model with a decode thread."""
     lm, settings = language_model(template, more.pop("dtype", torch.float32)), settings or settings_of()
     support = SamplingParams(min_tokens=more.pop("min_tokens", 0))
     sampler = LocalEngine(lm, 300, 1.0, torch.Generator(), support, more.pop("rows", 4))
@@ -154,14 +154,14 @@ def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def true_logp(lm: LanguageModel, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """The log-prob of each token after the first, by a plain forward pass."""
+    """Return the log-prob of each token after the first by a plain forward pass."""
     with torch.no_grad():
         logits = PLAIN[id(lm)](input_ids=torch.tensor([ids])).logits[0, :-1].double() / temperature
     return torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1)
 
 
 def check_record(lm: LanguageModel, session: Session) -> None:
-    """What was recorded as drawn has the log-probs that the model gives to it there."""
+    """Check the recorded log-probs of sampled tokens against a forward pass."""
     truth = true_logp(lm, session.prompt + session.response)[len(session.prompt) - 1 :]
     mask = torch.tensor(session.sampled)
     assert mask.any() and len(session.sampled) == len(session.response)
@@ -171,7 +171,7 @@ def check_record(lm: LanguageModel, session: Session) -> None:
 # ---- what a client gets -----------------------------------------------------------------------------------------
 
 
-def test_a_chat_is_answered_with_usage_reason_and_log_probs() -> None:
+def test_chat_completion_has_usage_finish_reason_and_logprobs() -> None:
     async def go(made: Any) -> None:
         async with client_of(made.app) as client:
             models = (await client.get("/v1/models")).json()
@@ -197,7 +197,7 @@ def test_a_chat_is_answered_with_usage_reason_and_log_probs() -> None:
         asyncio.run(go(made))
 
 
-def test_a_stream_says_what_a_whole_answer_says() -> None:
+def test_stream_equals_whole_response() -> None:
     async def go(made: Any) -> None:
         async with client_of(made.app) as client:
             for seed in range(3):
@@ -218,7 +218,7 @@ def test_a_stream_says_what_a_whole_answer_says() -> None:
         asyncio.run(go(made))
 
 
-def test_tokens_go_in_and_come_out() -> None:
+def test_token_ids_as_prompt_and_completion() -> None:
     async def go(made: Any) -> None:
         prompt = made.lm.encode(HELLO)
         async with client_of(made.app) as client:
@@ -242,7 +242,7 @@ def test_tokens_go_in_and_come_out() -> None:
         asyncio.run(go(made))
 
 
-def test_settings_of_a_client_hold_on_a_server_and_not_in_training() -> None:
+def test_sampling_settings_of_clients_are_used_when_serving_and_ignored_in_training() -> None:
     async def go(made: Any) -> None:
         async with client_of(made.app) as client:
             cold = [await chat(client, temperature=0, seed=seed) for seed in (1, 2)]
@@ -284,7 +284,7 @@ async def converse(client: httpx.AsyncClient, turns: int, **more: Any) -> list[d
     return messages
 
 
-def test_a_session_reads_on_from_its_record_and_concurrent_ones_say_what_they_say_alone() -> None:
+def test_sessions_continue_their_record_and_concurrency_changes_nothing() -> None:
     def sessions(made: Any, settings: SessionSettings) -> list[tuple[str, Any]]:
         return [made.app.open(Session(seed), settings) for seed in range(10, 16)]
 
@@ -300,7 +300,7 @@ def test_a_session_reads_on_from_its_record_and_concurrent_ones_say_what_they_sa
         else:
             for key, _ in keys:
                 await one(key)
-        return [live.session for _, live in keys]
+        return [open_session.session for _, open_session in keys]
 
     with served(key="", dtype=torch.float64) as made:  # so that no draw falls within rounding
         together = asyncio.run(go(made, together=True))
@@ -313,7 +313,7 @@ def test_a_session_reads_on_from_its_record_and_concurrent_ones_say_what_they_sa
         assert "<|im_end|>\n<|im_start|>user\nand then 0" in tail
 
 
-def test_spacing_ids_and_reasoning_do_not_rewrite_a_history_and_words_do() -> None:
+def test_history_mismatch_ignores_json_spacing_ids_and_reasoning() -> None:
     renderer = ChatRenderer(chat_tokenizer("qwen3"), stop_ids("qwen3", chat_tokenizer("qwen3")))
     words = '<think>\nhm\n</think>\n\nSo <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
     turn = [*renderer.tokenizer(words, add_special_tokens=False)["input_ids"], renderer.tokenizer.eos_token_id]
@@ -355,7 +355,7 @@ def test_spacing_ids_and_reasoning_do_not_rewrite_a_history_and_words_do() -> No
         recorded().extend_with_messages([*history(), {"role": "assistant", "content": "x"}, *HELLO], [ADD], renderer)
 
 
-def test_a_result_is_that_of_the_call_which_it_names_in_whatever_order_they_come() -> None:
+def test_tool_results_are_matched_to_calls_by_id() -> None:
     renderer = ChatRenderer(chat_tokenizer("mistral"), stop_ids("mistral", chat_tokenizer("mistral")))
     words = '[TOOL_CALLS] [{"name": "add", "id": "number001"}, {"name": "add", "id": "number002"}]'
     turn = [*renderer.tokenizer(words, add_special_tokens=False)["input_ids"], renderer.tokenizer.eos_token_id]
@@ -374,9 +374,9 @@ def test_a_result_is_that_of_the_call_which_it_names_in_whatever_order_they_come
             assert f'"content":[{name}],"call_id":"number00{number}"' in text, text
 
 
-def test_a_rewritten_history_ends_an_episode_and_begins_a_servers_session_anew() -> None:
+def test_history_mismatch_invalidates_an_episode_and_restarts_a_served_session() -> None:
     async def trained(made: Any) -> None:
-        key, live = made.app.open(Session(9), settings_of(fixed=True))
+        key, open_session = made.app.open(Session(9), settings_of(fixed=True))
         async with client_of(made.app, key) as client:
             messages = await converse(client, 1)
             messages[1] = messages[1] | {"content": "what it never said"}
@@ -384,8 +384,8 @@ def test_a_rewritten_history_ends_an_episode_and_begins_a_servers_session_anew()
             assert refused.status_code == 400 and refused.json()["error"]["code"] == "rewritten"
             again = await post(client, "/v1/chat/completions", messages=HELLO)
             assert again.status_code == 400
-        assert "content differs" in live.session.mismatch and made.app.counts["rewritten"] == 1
-        assert live.session.num_turns == 1
+        assert "content differs" in open_session.session.mismatch and made.app.counts["rewritten"] == 1
+        assert open_session.session.num_turns == 1
 
     async def asked(made: Any) -> None:
         async with client_of(made.app, **{"x-session-id": "mine"}) as client:
@@ -398,7 +398,7 @@ def test_a_rewritten_history_ends_an_episode_and_begins_a_servers_session_anew()
             assert (await client.post("/v1/chat/completions", json=long)).status_code == 400
             true = {"messages": [messages[0], said, *messages[2:], last]}
             on = await client.post("/v1/chat/completions", json=true)
-            assert on.headers["x-ascent-session"] == "extended", "what was refused has changed nothing"
+            assert on.headers["x-ascent-session"] == "extended", "a refused request changes nothing"
             new = await client.post("/v1/chat/completions", json={"messages": messages})
             assert (new.status_code, new.headers["x-ascent-session"]) == (200, "rewritten")
         async with client_of(made.app, **{"x-session-id": "yours"}) as client:
@@ -411,43 +411,43 @@ def test_a_rewritten_history_ends_an_episode_and_begins_a_servers_session_anew()
         asyncio.run(asked(made))
 
 
-def test_a_history_that_is_sent_again_without_anything_new_is_refused() -> None:
-    """The conversation ends with the policy's own turn: nothing asks for another one."""
+def test_history_without_a_new_message_is_refused() -> None:
+    """The last message is the policy's, so there is nothing to respond to."""
 
     async def go(made: Any) -> None:
-        key, live = made.app.open(Session(9), settings_of(fixed=True))
+        key, open_session = made.app.open(Session(9), settings_of(fixed=True))
         async with client_of(made.app, key) as client:
             *said, _ = await converse(client, 1)
             again = await post(client, "/v1/chat/completions", messages=said)
         assert again.status_code == 400 and again.json()["error"]["code"] == "rewritten"
-        assert live.session.num_turns == 1 and live.session.mismatch
+        assert open_session.session.num_turns == 1 and open_session.session.mismatch
 
     with served(key="") as made:
         asyncio.run(go(made))
 
 
-def test_tokens_extend_a_session_only_if_they_are_its_own() -> None:
+def test_token_history_has_to_match_the_record() -> None:
     async def go(made: Any) -> None:
-        key, live = made.app.open(Session(9), settings_of(fixed=True))
+        key, open_session = made.app.open(Session(9), settings_of(fixed=True))
         async with client_of(made.app, key) as client:
             first = (await post(client, "/inference/v1/generate", token_ids=[5, 6, 7])).json()
             ids = [5, 6, 7, *first["choices"][0]["token_ids"], 8, 9]
             await post(client, "/inference/v1/generate", token_ids=ids)
-            assert live.session.num_turns == 2 and live.session.sampled[-1]
-            check_record(made.lm, live.session)
+            assert open_session.session.num_turns == 2 and open_session.session.sampled[-1]
+            check_record(made.lm, open_session.session)
             odd = await post(client, "/inference/v1/generate", token_ids=[5, 6, 8, *ids[3:], 4])
-            assert odd.status_code == 400 and "token 2" in live.session.mismatch
+            assert odd.status_code == 400 and "token 2" in open_session.session.mismatch
 
     with served(key="") as made:
         asyncio.run(go(made))
 
 
-# ---- keys, limits, nonsense -------------------------------------------------------------------------------------
+# ---- keys, limits, invalid requests -----------------------------------------------------------------------------
 
 
-def test_another_key_reaches_nothing_and_a_closed_session_is_over() -> None:
+def test_wrong_keys_and_closed_sessions_are_refused() -> None:
     async def go(made: Any) -> None:
-        key, live = made.app.open(Session(1), settings_of(fixed=True))
+        key, open_session = made.app.open(Session(1), settings_of(fixed=True))
         other, untouched = made.app.open(Session(2), settings_of(fixed=True))
         for wrong in ("", "sk-nothing", key[:-1], key + "x", KEY, "é"):
             async with client_of(made.app, "x") as client:
@@ -463,13 +463,15 @@ def test_another_key_reaches_nothing_and_a_closed_session_is_over() -> None:
             assert page.status_code == 403
             made.app.close(key, "over")
             assert (await post(client, "/v1/chat/completions", messages=HELLO)).status_code == 401
-        assert live.session.num_turns == 1 and not untouched.session.num_turns and not untouched.session.response
+        assert (
+            open_session.session.num_turns == 1 and not untouched.session.num_turns and not untouched.session.response
+        )
 
     with served(key="") as made:
         asyncio.run(go(made))
 
 
-NONSENSE: dict[str, Any] = {
+INVALID_REQUESTS: dict[str, Any] = {
     "no messages": {},
     "messages": {"messages": "hello"},
     "none": {"messages": []},
@@ -535,7 +537,7 @@ NONSENSE: dict[str, Any] = {
 }
 
 
-def test_nonsense_is_refused_with_a_reason_and_nothing_breaks() -> None:
+def test_invalid_requests_are_refused_with_a_message() -> None:
     bodies = [
         b"",
         b"{",
@@ -551,7 +553,7 @@ def test_nonsense_is_refused_with_a_reason_and_nothing_breaks() -> None:
 
     async def go(made: Any) -> None:
         async with client_of(made.app) as client:
-            for name, body in NONSENSE.items():
+            for name, body in INVALID_REQUESTS.items():
                 answer = await client.post("/v1/chat/completions", json=body)
                 assert answer.status_code == 400 and answer.json()["error"]["message"], name
             for raw in bodies:
@@ -577,7 +579,7 @@ def test_nonsense_is_refused_with_a_reason_and_nothing_breaks() -> None:
         asyncio.run(go(made))
 
 
-def test_what_clients_send_by_habit_is_answered() -> None:
+def test_common_optional_fields_are_accepted() -> None:
     async def go(made: Any) -> None:
         async with client_of(made.app) as client:
             for more in (
@@ -618,16 +620,17 @@ def test_what_clients_send_by_habit_is_answered() -> None:
         asyncio.run(go(made))
 
 
-def test_what_is_noted_of_a_client_is_short_and_a_body_is_as_large_as_the_context_can_need() -> None:
+def test_recorded_settings_are_short_and_the_body_limit_follows_the_context_length() -> None:
     async def go(made: Any) -> None:
-        key, live = made.app.open(Session(9), settings_of(fixed=True))
+        key, open_session = made.app.open(Session(9), settings_of(fixed=True))
         async with client_of(made.app, key) as client:
             await chat(client, response_format={"type": "json_schema", "x": "y" * 10_000}, seed=5)
             large = await client.post(
                 "/v1/chat/completions", content=b'{"x": "' + b"y" * made.app.max_body_bytes + b'"}'
             )
         assert (
-            live.session.ignored_settings["seed"] == 5 and len(live.session.ignored_settings["response_format"]) < 200
+            open_session.session.ignored_settings["seed"] == 5
+            and len(open_session.session.ignored_settings["response_format"]) < 200
         )
         assert large.status_code == 413 and made.app.max_body_bytes < MAX_BODY_BYTES
 
@@ -635,7 +638,7 @@ def test_what_is_noted_of_a_client_is_short_and_a_body_is_as_large_as_the_contex
         asyncio.run(go(made))
 
 
-def test_a_flood_is_told_to_come_back_and_a_session_has_one_turn_at_a_time() -> None:
+def test_too_many_requests_get_429_and_concurrent_turns_of_a_session_409() -> None:
     async def go(made: Any) -> None:
         async with client_of(made.app) as client, client_of(made.app, **{"x-session-id": "one"}) as session:
             waiting = [asyncio.ensure_future(post(session, "/v1/chat/completions", messages=HELLO))]
@@ -657,33 +660,37 @@ def test_a_flood_is_told_to_come_back_and_a_session_has_one_turn_at_a_time() -> 
         asyncio.run(go(made))
 
 
-def test_a_limit_of_turns_or_tokens_cuts_an_episode_off() -> None:
+def test_limits_of_turns_or_tokens_truncate_an_episode() -> None:
     async def go(made: Any) -> None:
         for settings, turns in (
             (settings_of(fixed=True, max_turns=2), 2),
             (settings_of(fixed=True, max_sampled_tokens=5), 1),
         ):
-            key, live = made.app.open(Session(9), settings)
+            key, open_session = made.app.open(Session(9), settings)
             async with client_of(made.app, key) as client:
                 messages = await converse(client, turns)
                 answer = await post(client, "/v1/chat/completions", messages=messages)
             assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
-            assert live.limit_reached.startswith("the limit of") and live.session.num_turns == turns
-        key, live = made.app.open(Session(9), settings_of(fixed=True))
+            assert open_session.limit_reached.startswith("the limit of") and open_session.session.num_turns == turns
+        key, open_session = made.app.open(Session(9), settings_of(fixed=True))
         async with client_of(made.app, key) as client:
             *messages, last = await converse(client, 1)
             long = [*messages, last | {"content": "x" * 300}]
-            assert (await post(client, "/v1/chat/completions", messages=long)).status_code == 400 and live.limit_reached
+            assert (
+                await post(client, "/v1/chat/completions", messages=long)
+            ).status_code == 400 and open_session.limit_reached
             await chat(client, [*messages, last])
-        assert not live.limit_reached and live.session.num_turns == 2, "one that goes on is not cut off"
+        assert not open_session.limit_reached and open_session.session.num_turns == 2, (
+            "a session that continues is not truncated"
+        )
 
     with served(key="", min_tokens=24) as made:
         asyncio.run(go(made))
 
 
 @pytest.mark.parametrize("template", ["qwen3", "llama3_1", "mistral", "gemma3"])
-def test_calls_of_tools_come_parsed_and_go_back_as_recorded_tokens(template: str) -> None:
-    """The model is random, so what it draws is replaced: a call in the format of its template."""
+def test_tool_calls_are_parsed_and_continued_from_recorded_tokens(template: str) -> None:
+    """The sampled turn is replaced by a call in the format of the template."""
 
     async def go(made: Any) -> None:
         renderer = made.app.renderer
@@ -692,7 +699,7 @@ def test_calls_of_tools_come_parsed_and_go_back_as_recorded_tokens(template: str
         ids = renderer.tokenizer(words, add_special_tokens=False)["input_ids"]
         turn = [*ids, min(made.lm.ends)]
         said = forced(made, turn)
-        key, live = made.app.open(Session(9), WIDE)
+        key, open_session = made.app.open(Session(9), WIDE)
         async with client_of(made.app, key) as client:
             first = await chat(client, tools=[ADD])
             choice = first["choices"][0]
@@ -702,18 +709,20 @@ def test_calls_of_tools_come_parsed_and_go_back_as_recorded_tokens(template: str
             messages = [*HELLO, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "2 it is"}]
             said.clear()
             await chat(client, messages, tools=[ADD])
-        assert live.session.num_turns == 2 and not live.session.mismatch
-        assert live.session.response[: len(turn)] == turn
-        observed = [i for i, drawn in zip(live.session.response, live.session.sampled, strict=True) if not drawn]
+        assert open_session.session.num_turns == 2 and not open_session.session.mismatch
+        assert open_session.session.response[: len(turn)] == turn
+        observed = [
+            i for i, drawn in zip(open_session.session.response, open_session.session.sampled, strict=True) if not drawn
+        ]
         assert "2 it is" in renderer.decode(observed)
 
     with served(WIDE, key="", template=template) as made:
         asyncio.run(go(made))
 
 
-def test_a_turn_that_ends_after_its_client_has_left_is_not_recorded() -> None:
+def test_turn_is_not_recorded_after_its_client_disconnected() -> None:
     async def go(made: Any) -> None:
-        key, live = made.app.open(Session(9), settings_of(fixed=True))
+        key, open_session = made.app.open(Session(9), settings_of(fixed=True))
         gone, body, sent = asyncio.Event(), [json.dumps({"messages": HELLO}).encode()], []
 
         async def receive() -> dict[str, Any]:
@@ -736,18 +745,23 @@ def test_a_turn_that_ends_after_its_client_has_left_is_not_recorded() -> None:
         head = [(b"authorization", f"Bearer {key}".encode())]
         scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": head, "query_string": b""}
         await made.app(scope, receive, send)
-        assert not sent and not live.session.num_turns and not live.session.response and live.active_request is None
+        assert (
+            not sent
+            and not open_session.session.num_turns
+            and not open_session.session.response
+            and open_session.active_request is None
+        )
 
     with served(key="") as made:
         asyncio.run(go(made))
 
 
 @pytest.mark.parametrize("when", ["before its request is known", "when its end is told and not heard"])
-def test_a_session_that_is_closed_under_way_has_the_record_that_it_had(when: str) -> None:
-    """Another thread closes it: an episode has ended, and its outcome is about what was said until then."""
+def test_closing_a_session_during_a_turn_keeps_its_record(when: str) -> None:
+    """Another thread closes the session: the result of an episode refers to the record until then."""
 
     async def go(made: Any) -> None:
-        key, live = made.app.open(Session(9), settings_of(fixed=True))
+        key, open_session = made.app.open(Session(9), settings_of(fixed=True))
         submit = made.queue.submit
 
         def over(request: Any) -> None:
@@ -766,9 +780,9 @@ def test_a_session_that_is_closed_under_way_has_the_record_that_it_had(when: str
             answer = await post(client, "/v1/chat/completions", messages=HELLO)
         assert answer.status_code == 403 and "its episode is over" in answer.text
         assert (
-            not live.session.num_turns
-            and not live.session.response
-            and live.active_request is None
+            not open_session.session.num_turns
+            and not open_session.session.response
+            and open_session.active_request is None
             and not made.queue.active
         )
 
@@ -777,7 +791,7 @@ def test_a_session_that_is_closed_under_way_has_the_record_that_it_had(when: str
 
 
 def forced(made: Any, turn: list[int], ended: bool = True) -> list[list[int]]:
-    """The next turn that is drawn is this one, token by token, with log-probs that nobody believes."""
+    """Replace the next sampled turn by this one, token by token, with artificial log-probs."""
     left = [turn]
     submit: Callable[..., None] = made.queue.submit
 
@@ -796,7 +810,7 @@ def forced(made: Any, turn: list[int], ended: bool = True) -> list[list[int]]:
 
 
 async def assembled(client: Any, **body: Any) -> tuple[Any, list[Any]]:
-    """What the stock client makes of a stream, and its chunks."""
+    """Return the completion that OpenAI's client assembles from a stream, and the chunks."""
     key = client.headers["authorization"].removeprefix("Bearer ")
     stock = openai.AsyncOpenAI(base_url="http://endpoint/v1", api_key=key, http_client=client, max_retries=0)
     chunks = []
@@ -828,7 +842,7 @@ TURNS = {
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_a_stream_of_tools_and_log_probs_is_assembled_by_a_stock_client(name: str) -> None:
+def test_openai_client_assembles_streamed_tool_calls_and_logprobs(name: str) -> None:
     async def go(made: Any) -> None:
         renderer = made.app.renderer
         turn = renderer.tokenizer(TURNS[name], add_special_tokens=False)["input_ids"]
@@ -836,7 +850,7 @@ def test_a_stream_of_tools_and_log_probs_is_assembled_by_a_stock_client(name: st
         ways = {}
         for stream in (False, True):
             forced(made, turn, ended="cut" not in name)
-            key, live = made.app.open(Session(9), WIDE)
+            key, open_session = made.app.open(Session(9), WIDE)
             more: Any = {"messages": HELLO, "tools": [ADD], "logprobs": True}
             async with client_of(made.app, key) as client:
                 if not stream:
@@ -844,8 +858,8 @@ def test_a_stream_of_tools_and_log_probs_is_assembled_by_a_stock_client(name: st
                 else:
                     more |= {"stream_options": {"include_usage": True}, "extra_body": {"return_token_ids": True}}
                     ways[stream] = await assembled(client, **more)
-            assert live.session.response == turn and live.session.history is not None
-            ways[stream] += (live.session.history,)
+            assert open_session.session.response == turn and open_session.session.history is not None
+            ways[stream] += (open_session.session.history,)
         (plain, _, said), (built, chunks, also) = ways[False], ways[True]
         one, two = plain.choices[0], built.choices[0]
         assert said == also and one.finish_reason == two.finish_reason and built.usage == plain.usage
@@ -866,7 +880,7 @@ def test_a_stream_of_tools_and_log_probs_is_assembled_by_a_stock_client(name: st
         asyncio.run(go(made))
 
 
-def test_streams_with_stop_strings_and_log_probs_come_as_they_are_drawn() -> None:
+def test_streams_with_stop_strings_and_logprobs_are_incremental() -> None:
     async def go(made: Any) -> None:
         async with client_of(made.app) as client:
             seed = 0
@@ -892,7 +906,7 @@ def test_streams_with_stop_strings_and_log_probs_come_as_they_are_drawn() -> Non
         asyncio.run(go(made))
 
 
-def test_a_loop_is_woken_once_for_all_that_is_told_before_it_looks() -> None:
+def test_event_loop_is_woken_once_for_several_events() -> None:
     post = EventDispatcher()
 
     async def hear(count: int) -> list[Any]:
@@ -903,10 +917,10 @@ def test_a_loop_is_woken_once_for_all_that_is_told_before_it_looks() -> None:
                 post.send(loop, events, event)
         assert woken.call_count == 1
         assert [await events.get() for _ in told] == told
-        post.send(loop, events, told[0])  # it is not heard before the loop ends
+        post.send(loop, events, told[0])  # not delivered before the loop ends
         return told
 
-    for count in (3, 2):  # a loop that has ended keeps nobody from the next one
+    for count in (3, 2):  # a loop that has ended does not block the next one
         assert len(asyncio.run(hear(count))) == count
 
 
@@ -914,7 +928,7 @@ def test_a_loop_is_woken_once_for_all_that_is_told_before_it_looks() -> None:
 
 
 async def ask_by_socket(port: int, key: str, body: bytes, announced: int | None = None) -> tuple[int, dict[str, Any]]:
-    """One request over a connection of its own: its status and JSON."""
+    """Send one request over a new connection; return its status and JSON."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     length = len(body) if announced is None else announced
     head = (
@@ -939,7 +953,7 @@ def listening(app: Any) -> Iterator[int]:
         server.close()
 
 
-def test_half_sent_requests_of_one_session_do_not_keep_out_another() -> None:
+def test_incomplete_requests_of_one_session_do_not_block_another() -> None:
     small = json.dumps({"messages": HELLO, "max_tokens": 2}).encode()
 
     async def go(made: Any, port: int) -> None:
@@ -961,7 +975,7 @@ def test_half_sent_requests_of_one_session_do_not_keep_out_another() -> None:
 
 
 @pytest.mark.parametrize("kind", ["chat", "tools", "text"])
-def test_other_clients_are_answered_while_a_large_request_is_tokenized(kind: str) -> None:
+def test_large_requests_do_not_block_other_clients(kind: str) -> None:
     long, begun, go_on = "hello " * 5000, threading.Event(), threading.Event()
     tool = ADD | {"function": ADD["function"] | {"description": long}}
     bodies = {
@@ -1001,7 +1015,7 @@ def test_other_clients_are_answered_while_a_large_request_is_tokenized(kind: str
 
 @pytest.mark.parametrize("announced", [True, False])
 def test_an_oversized_body_gets_an_error_that_its_client_can_read(announced: bool) -> None:
-    """With a client of the standard library, which sends all of its body before it reads anything."""
+    """The client of the standard library sends the whole body before it reads the response."""
     with served() as made, listening(made.app) as port:
         body = b" " * (24 * 2**20)  # more than the buffers of a connection hold
         client = HTTPConnection("127.0.0.1", port, timeout=LONG)
@@ -1073,7 +1087,7 @@ def called(**call: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_refusal_names_the_field(path: str, body: dict[str, Any], words: str) -> None:
+def test_validation_error_names_the_field(path: str, body: dict[str, Any], words: str) -> None:
     async def go(made: Any) -> None:
         async with client_of(made.app) as client:
             answer = await post(client, path, **body)
@@ -1083,7 +1097,7 @@ def test_a_refusal_names_the_field(path: str, body: dict[str, Any], words: str) 
         asyncio.run(go(made))
 
 
-def test_a_list_of_one_prompt_is_that_prompt() -> None:
+def test_list_of_one_prompt_is_accepted() -> None:
     async def go(made: Any) -> None:
         async with client_of(made.app) as client:
             said = [
@@ -1100,7 +1114,7 @@ def test_a_list_of_one_prompt_is_that_prompt() -> None:
         asyncio.run(go(made))
 
 
-def test_an_engine_that_fails_is_not_available() -> None:
+def test_failed_engine_gives_503() -> None:
     async def go(made: Any) -> None:
         async with client_of(made.app) as client:
             asked = asyncio.create_task(post(client, "/v1/chat/completions", messages=HELLO))
@@ -1114,7 +1128,7 @@ def test_an_engine_that_fails_is_not_available() -> None:
         asyncio.run(asyncio.wait_for(go(made), LONG))
 
 
-def test_sessions_of_a_server_are_named_and_the_idle_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_sessions_replace_the_least_recently_used_idle_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_sessions, "MAX_NAMED_SESSIONS", 2)
     forgotten: list[Any] = []
     sessions = OpenSessions(settings_of(), KEY, forgotten.append)
@@ -1126,7 +1140,7 @@ def test_sessions_of_a_server_are_named_and_the_idle_ones_are_forgotten(monkeypa
     one, two = find("one"), find("two")
     assert find("one") is one is not two and not forgotten
     three = find("three")
-    assert forgotten == [two] and find("three") is three, "of those that are idle, the one that was used first"
+    assert forgotten == [two] and find("three") is three, "the least recently used idle session"
     one.active_request = object()
     four = find("four")
     assert forgotten == [two, three] and find("one") is one
@@ -1142,7 +1156,7 @@ def test_sessions_of_a_server_are_named_and_the_idle_ones_are_forgotten(monkeypa
     assert denied.value.status_code == 400
 
 
-def test_a_template_that_raises_is_the_clients_error() -> None:
+def test_exceptions_of_a_chat_template_are_client_errors() -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.chat_template = (
         "{% if messages[0]['content'] == 'no' %}{{ raise_exception('say something else') }}{% endif %}"
@@ -1154,7 +1168,7 @@ def test_a_template_that_raises_is_the_clients_error() -> None:
         renderer.render_prompt([{"role": "user", "content": "no"}], [])
 
 
-def test_a_session_that_began_with_tokens_takes_no_messages() -> None:
+def test_session_that_began_with_token_ids_refuses_messages() -> None:
     tokenizer = chat_tokenizer("qwen3")
     renderer, session = ChatRenderer(tokenizer, stop_ids("qwen3", tokenizer)), Session(0)
     session.record_turn(session.extend_with_tokens([1, 2]), [3], [0.0], [1.0], 0.0)
@@ -1167,14 +1181,14 @@ def test_a_session_that_began_with_tokens_takes_no_messages() -> None:
     ("host", "local"),
     [("localhost", True), ("127.0.0.1", True), ("::1", True), ("10.0.0.1", False), ("host.example", False)],
 )
-def test_which_hosts_are_this_machine(host: str, local: bool) -> None:
+def test_loopback_hosts(host: str, local: bool) -> None:
     assert is_local(host) == local
 
 
 @pytest.mark.parametrize(
     ("missing", "words"), [(("uvicorn",), "uvicorn"), (("starlette", "uvicorn"), "starlette and uvicorn")]
 )
-def test_packages_of_a_server_that_are_missing(
+def test_missing_packages_of_servers_are_named(
     missing: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_packages("ascent serve")

@@ -54,7 +54,7 @@ def ids_of(made: Any, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("template", OPENED)
-def test_tags_in_messages_and_observations_do_not_open_or_close_thoughts(template: str) -> None:
+def test_tags_in_messages_and_observations_do_not_open_or_close_reasoning(template: str) -> None:
     async def go(made: Any) -> None:
         luck, opened, end = random.Random(template), OPENED[template], min(made.lm.ends)
         spoken = ("hm</think>\n\nThe answer is 4." if opened else "The answer is 4.") * 1
@@ -131,14 +131,14 @@ def test_later_turns_of_a_session_are_prompted_as_the_first(
     system: str, behind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def go(made: Any) -> None:
-        key, live = made.app.open(Session(9), WIDE)
+        key, open_session = made.app.open(Session(9), WIDE)
         messages = [{"role": "system", "content": system}, *HELLO]
         forced(made, [*ids_of(made, "hm</think>So."), min(made.lm.ends)])
         async with client_of(made.app, key) as client:
             for _ in range(3):
                 said = (await chat(client, messages, return_token_ids=True, tools=[ADD]))["choices"][0]["message"]
                 messages += [said, {"role": "user", "content": "higher"}]
-        tokens = [live.session.prompt, *observed(live.session)]
+        tokens = [open_session.session.prompt, *observed(open_session.session)]
         assert len(tokens) == 3 and all(made.app.renderer.decode(ids, special=True).endswith(behind) for ids in tokens)
 
     with served(WIDE, key="", template="qwen3") as made:
@@ -163,7 +163,7 @@ def test_parallel_tool_calls_false_gives_one_call_at_most(template: str, stream:
         several = {"llama": f"{form.example}; {form.example}"}.get(form.name, f"{form.example}\n{form.example}")
         forced(made, [*ids_of(made, several), min(made.lm.ends)])
         for parallel in (True, None, False):
-            key, live = made.app.open(Session(9), WIDE)
+            key, open_session = made.app.open(Session(9), WIDE)
             more: Any = {"messages": HELLO, "tools": [ADD], "parallel_tool_calls": parallel}
             async with client_of(made.app, key) as client:
                 if stream:
@@ -172,12 +172,12 @@ def test_parallel_tool_calls_false_gives_one_call_at_most(template: str, stream:
                     choice = (await chat(client, **more))["choices"][0]
                 calls = choice["message"]["tool_calls"]
                 assert len(calls) == (1 if parallel is False else 2) and choice["finish_reason"] == "tool_calls"
-                assert not choice["message"]["content"] and not live.session.ignored_settings
+                assert not choice["message"]["content"] and not open_session.session.ignored_settings
                 results = [{"role": "tool", "tool_call_id": call["id"], "content": "2"} for call in calls]
                 said = {"role": "assistant", "content": "", "tool_calls": calls}
                 again = {"messages": [*HELLO, said, *results], "tools": [ADD], "parallel_tool_calls": parallel}
                 await chat(client, **again)
-            assert live.session.num_turns == 2 and not live.session.mismatch
+            assert open_session.session.num_turns == 2 and not open_session.session.mismatch
 
     with served(WIDE, key="", template=template) as made:
         asyncio.run(go(made))
@@ -189,7 +189,7 @@ def test_parallel_results_in_the_plain_format_are_one_message(template: str) -> 
         words = '<call>add {"a": 3}</call><call>add {"a": 4}</call>'
         forced(made, [*ids_of(made, words), min(made.lm.ends)])
         for extra in ([], [{"role": "user", "content": "and now?"}]):
-            key, live = made.app.open(Session(9), WIDE)
+            key, open_session = made.app.open(Session(9), WIDE)
             async with client_of(made.app, key) as client:
                 said = (await chat(client, tools=[ADD]))["choices"][0]["message"]
                 assert len(said["tool_calls"]) == 2
@@ -199,7 +199,7 @@ def test_parallel_results_in_the_plain_format_are_one_message(template: str) -> 
                 ]
                 whole = [*HELLO, said, *results, *extra]
                 await chat(client, whole, tools=[ADD])
-                (text,) = (made.app.renderer.decode(ids, special=True) for ids in observed(live.session))
+                (text,) = (made.app.renderer.decode(ids, special=True) for ids in observed(open_session.session))
                 assert "it is 0\nit is 1" + ("\nand now?" if extra else "") in text
             key, fresh = made.app.open(Session(9), WIDE)
             async with client_of(made.app, key) as client:  # the same history, which comes at once
@@ -232,18 +232,18 @@ def test_a_completion_continues_a_text_and_not_its_end_token() -> None:
         asyncio.run(go(made))
 
 
-def test_ids_of_calls_that_are_spelled_like_other_ids_stay_with_their_results() -> None:
+def test_call_ids_that_look_like_other_ids_stay_with_their_results() -> None:
     async def go(made: Any) -> None:
         ids = ["call00001", "call00002", "call00000"]
         calls = ", ".join(f'{{"name": "add", "arguments": {{"a": 1}}, "id": "{each}"}}' for each in ids)
         forced(made, [*ids_of(made, f"[TOOL_CALLS] [{calls}]"), min(made.lm.ends)])
-        key, live = made.app.open(Session(9), WIDE)
+        key, open_session = made.app.open(Session(9), WIDE)
         async with client_of(made.app, key) as client:
             said = (await chat(client, tools=[ADD]))["choices"][0]["message"]
             assert [call["id"] for call in said["tool_calls"]] == ids
             results = [{"role": "tool", "tool_call_id": each, "content": f"[{i}]"} for i, each in enumerate(ids)]
             await chat(client, [*HELLO, said, *results], tools=[ADD])
-        (text,) = (made.app.renderer.decode(part, special=True) for part in observed(live.session))
+        (text,) = (made.app.renderer.decode(part, special=True) for part in observed(open_session.session))
         for i, each in enumerate(ids):
             assert f'{{"content": [{i}], "call_id": "{each}"}}' in text, text
 
@@ -251,7 +251,7 @@ def test_ids_of_calls_that_are_spelled_like_other_ids_stay_with_their_results() 
         asyncio.run(go(made))
 
 
-def test_a_template_that_writes_no_control_token_behind_a_message_opens_no_thoughts_by_its_content() -> None:
+def test_contents_do_not_open_reasoning_without_control_tokens() -> None:
     tokenizer = chat_tokenizer.__wrapped__("qwen3")
     turn = [*tokenizer("It is 4.", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     for ending, reasoning in (("", ""), ("<think>", "It is 4.")):
@@ -273,7 +273,7 @@ def test_a_template_that_writes_no_control_token_behind_a_message_opens_no_thoug
         "x",
     ],
 )
-def test_parameters_of_a_tool_that_are_no_schema_are_refused(parameters: Any) -> None:
+def test_invalid_parameter_schemas_are_refused(parameters: Any) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     with pytest.raises(ValidationError) as error:
         ChatRequest.model_validate({"messages": HELLO, "tools": [tool]})

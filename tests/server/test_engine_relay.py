@@ -1,4 +1,4 @@
-"""`ascent engine`: training through a relay, and everything that it does not do for whoever asks."""
+"""`ascent engine`: training through a relay, and requests that the relay refuses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PATHS = ("/health", "/about", "/greet", "/generate", "/weights", "/load", "/coll
 
 
 class Relaying:
-    """A relay on a thread of this process, and where it is."""
+    """A relay in a thread of this process, and its URL."""
 
     def __init__(self, url: str, engine: str, limit: int):
         self.client = ServerClient(url, get_adapter(engine), 8, 20.0)
@@ -83,7 +83,7 @@ def until(happened: Any) -> None:
 
 @pytest.fixture(scope="module")
 def quiet() -> Iterator[Relaying]:
-    """A relay whose engine is to hear nothing."""
+    """A relay whose engine must not receive requests."""
 
     with relaying("http://127.0.0.1:9") as one:
 
@@ -191,9 +191,7 @@ def test_an_engine_that_dies_behind_its_relay_loses_nothing(stack: ExitStack, mo
 
 
 @pytest.mark.long
-def test_another_key_or_another_engine_is_trouble_that_says_so(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_key_or_engine_is_reported(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_KEY", KEY + "x")
     through = lambda server: stack.enter_context(relaying(server.url)).url  # noqa: E731
     world = World(stack, through=through, policy={"engine_key_env": "A_KEY"})
@@ -225,7 +223,7 @@ def test_damaged_weights_are_sent_again(stack: ExitStack, monkeypatch: pytest.Mo
         world.load(1)
 
 
-def test_nobody_decodes_for_a_trainer_that_is_gone(quiet: Relaying, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_is_cancelled_when_the_trainer_disconnects(quiet: Relaying, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, ended = threading.Event(), threading.Event()
 
     async def long(*_: Any) -> Any:
@@ -252,7 +250,7 @@ def test_nobody_decodes_for_a_trainer_that_is_gone(quiet: Relaying, monkeypatch:
 
 
 @pytest.mark.parametrize("key", ["x", KEY[:-1], KEY + "x", KEY.upper(), "ä"])
-def test_without_the_key_nothing_is_said_or_done(quiet: Relaying, key: str) -> None:
+def test_requests_without_the_key_are_refused(quiet: Relaying, key: str) -> None:
     for path in PATHS:
         for method in ("GET", "POST", "PUT", "DELETE"):
             headers = {"Authorization": f"Bearer {key}".encode()}  # type: ignore[dict-item]
@@ -301,7 +299,7 @@ def test_no_other_address_is_reached(quiet: Relaying, target: str) -> None:
         ("/load", {"upload": "x", "version": "../../x", "tensors": {}}),
     ],
 )
-def test_what_is_not_a_request_of_ours_is_refused(quiet: Relaying, path: str, body: Any) -> None:
+def test_invalid_bodies_are_refused(quiet: Relaying, path: str, body: Any) -> None:
     assert quiet.ask("POST", path, json=body).status_code == 400
     assert quiet.ask("POST", path, content=b"[" * 100_000).status_code == 400
 
@@ -354,7 +352,7 @@ def test_an_upload_that_is_cut_off_leaves_nothing_and_the_next_one_is_taken(
 # ---- settings ----------------------------------------------------------------------------------------
 
 
-def test_a_key_is_long_plain_and_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_has_to_be_long_ascii_and_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "key"
     file.write_text(f"{KEY}\n")
     file.chmod(0o600)
@@ -518,7 +516,7 @@ def test_weights_come_in_pieces_and_are_loaded_once(
     assert seen == [(content, 3)] and not list(tmp_path.iterdir())
 
 
-def test_fewer_bytes_than_were_announced_are_refused(tmp_path: Path) -> None:
+def test_incomplete_uploads_are_refused(tmp_path: Path) -> None:
     class Upload:
         async def stream(self) -> AsyncIterator[bytes]:
             yield b"abc"
