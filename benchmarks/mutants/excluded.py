@@ -87,7 +87,7 @@ RULES = (
     Rule("balances ranks: speed alone", "ascent/distributed/ranks.py", "shares", line=r"load\[least\]"),
     Rule("room for later positions: memory alone", "ascent/inference/runners/packed_cpu_model.py", old=r"2 \* there"),
     Rule("dividing by 1 changes nothing", "ascent/ops/token_sampling.py", "sample_tokens", r"^1\.0$"),
-    Rule("means order like sums", "ascent/models/decoder_model.py", "_find_weight_offset", r"sum\(\)$", "other function"),
+    Rule("sums order as means", "ascent/models/decoder_model.py", "_find_weight_offset", r"sum\(\)$", "other function"),
     Rule("messages among ranks: speed alone", "ascent/distributed/rank_group.py", "sum_buckets", "^bucket and"),
     Rule(GPU, "ascent/training/captured_updates.py", line="^SHARE = "),
     Rule("torch sorts stably on a CPU", "ascent/core/values.py", old=r"stable=True", operator="drop argument"),
