@@ -1,9 +1,9 @@
-"""A language model whose trained state is spread over the ranks by FSDP2: parameters, gradients, moments, reference.
+"""A learner whose state is sharded over the ranks by FSDP2: parameters, gradients, moments, reference.
 
-Beside its shards every rank has a whole copy of the model, in the type that is computed with. Its sampler draws from
-that copy, which is gathered anew when the sampler loads. FSDP2 gathers the parameters of a layer while the layer works,
-and sums its gradients into shards. Sums, never means: the weights of a batch were computed over all of it. Adapters
-(LoRA) are few: they are whole on every rank, and the frozen model below them is in shards.
+In addition every rank has a whole copy of the model, in the compute dtype, for its rollout engine. It is gathered when
+the engine loads. FSDP2 gathers the parameters of a layer while the layer runs, and reduces its gradients to shards by
+sums rather than means, because the weights of a batch are computed over all of it. LoRA adapters are replicated on
+every rank; the frozen model below them is sharded.
 """
 
 from __future__ import annotations
@@ -46,45 +46,45 @@ Groups = dict[str, dict[str, Tensor]]
 LORA_PREFIX = "lora_"
 """In the name of every parameter that peft adds."""
 BUCKET_NUMEL = 2**24
-"""Parameters of layers that are gathered at once, at least."""
+"""Minimum number of parameters of the layers that are gathered at once."""
 MAX_UNSHARDED_FRACTION = 0.1
-"""Of a GPU's memory: what parameters in float32 may take to stay there, in their own type, until the backward pass."""
+"""Fraction of the GPU memory that float32 parameters may need to stay gathered until the backward pass."""
 
 
 class ShardedForward(ForwardModule):
-    """Every forward pass, in shards.
+    """The forward pass of a sharded model.
 
-    FSDP2 holds on to a module's own parameters, so others in their place would not be seen: the current policy would
-    pass for its reference. Other values are copied into the shards, and the own ones back.
+    FSDP2 ignores parameters that functional_call substitutes. So other values are copied into the shards for a pass,
+    and the present ones are copied back afterwards.
     """
 
     own: dict[str, Any]
-    """The shards of the trained parameters. Between passes the model itself may hold what was gathered of them."""
+    """The shards of the trained parameters. Between passes the modules may hold gathered parameters."""
 
     def forward(self, batch: Rollouts, read: Callable[[LMHead, Tensor], Any], states: Any = None) -> Any:
-        """FSDP2 cannot follow a view of something else, so what is returned is none."""
-        found = super().forward(batch, read, states)
-        return tuple(map(_without_view, found)) if isinstance(found, tuple) else _without_view(found)
+        """Run the forward pass. The outputs are cloned if they are views, which FSDP2 does not support."""
+        output = super().forward(batch, read, states)
+        return tuple(map(_without_view, output)) if isinstance(output, tuple) else _without_view(output)
 
     def with_params(self, params: Iterable[Tensor], batch: Rollouts, read: Callable[[LMHead, Tensor], Any]) -> Any:
         now = [p.detach().clone() for p in self.own.values()]
         self.fill(params)
         try:
             with torch.no_grad():
-                return _kept(self(batch, read))
+                return _clone_head(self(batch, read))
         finally:
             self.fill(now)
 
     @torch.no_grad()
     def fill(self, values: Iterable[Any]) -> None:
-        """These values into the shards; what was gathered of the old ones is forgotten."""
+        """Copy values into the shards and free the gathered old ones."""
         for p, value in zip(self.own.values(), values, strict=True):
             _local(p).copy_(_local(value))
         self.reshard()  # type: ignore[operator]
 
     @torch.no_grad()
     def gather_into(self, whole: dict[str, Tensor], size: int) -> None:
-        """The trained parameters, in one piece: all ranks' parts at once, in the type that is computed with."""
+        """Gather the trained parameters of all ranks into whole tensors, in the compute dtype."""
         if size == 1:
             torch._foreach_copy_([whole[name] for name in self.own], [_local(p) for p in self.own.values()])
             return
@@ -104,33 +104,33 @@ class ShardedForward(ForwardModule):
 
 
 class ParameterShard:
-    """A parameter's shard here, and the whole of it: of each rank as many rows, and of the last ones fewer."""
+    """The local shard of a parameter and the whole tensor. Ranks have equal numbers of rows, the last ones fewer."""
 
-    def __init__(self, shard_model: Any, whole: Tensor, size: int):
-        self.local, self.whole = _local(shard_model), whole.view(-1)
+    def __init__(self, shard: Any, whole: Tensor, world_size: int):
+        self.local, self.whole = _local(shard), whole.view(-1)
         self.length = whole.numel()
-        if _is_sharded(shard_model):
-            self.length = -(-len(whole) // size) * whole[0].numel()
+        if _is_sharded(shard):
+            self.length = -(-len(whole) // world_size) * whole[0].numel()
 
     def numel(self) -> int:
         return self.length
 
 
-def _without_view(found: Any) -> Any:
-    return found.clone() if isinstance(found, Tensor) and found._is_view() else found
+def _without_view(output: Any) -> Any:
+    return output.clone() if isinstance(output, Tensor) and output._is_view() else output
 
 
-def _kept(found: Any) -> Any:
-    """A head that stays whole when the model's is in shards again."""
-    if not (isinstance(found, tuple) and isinstance(found[0], LMHead)):
-        return found
-    head, hidden = found
+def _clone_head(output: Any) -> Any:
+    """Clone a head, so that it stays valid after the model is resharded."""
+    if not (isinstance(output, tuple) and isinstance(output[0], LMHead)):
+        return output
+    head, hidden = output
     bias = None if head.bias is None else head.bias.detach().clone()
     return LMHead(head.weight.detach().clone(), bias, head.scale, head.cap), hidden
 
 
 class ShardedCritic(LanguageCritic):
-    """A critic whose own backbone is in shards as the policy's is, or which reads the policy's. Its head is whole."""
+    """A critic with a sharded backbone, or on the policy's backbone. Its head is replicated."""
 
     def __init__(self, whole: LanguageModel, shared: bool, size: int):
         source = HollowModel(whole)
@@ -141,7 +141,7 @@ class ShardedCritic(LanguageCritic):
             self.working = self.stepped = [p for p in self.own.parameters() if p.requires_grad]
 
     def follow(self, forward: ShardedForward) -> None:
-        """Read values off this policy's hidden states, if it has no backbone of its own."""
+        """Use the hidden states of this policy, if the critic has no backbone."""
         if self.own is None:
             self._policy, self._lm = [forward], list(forward._lm)
 
@@ -154,7 +154,7 @@ class ShardedCritic(LanguageCritic):
 
 
 class ShardedOptimizer:
-    """What an optimizer moves: on this rank's part of each parameter, as plain tensors. That takes the host no time."""
+    """An optimizer on the local shards as plain tensors, which avoids the host overhead of DTensor."""
 
     def __init__(self, parameters: list[Any], update: Update, ranks: Ranks):
         self.every, self.ranks = parameters, ranks
@@ -168,12 +168,12 @@ class ShardedOptimizer:
             p.grad = None
 
     def take(self) -> None:
-        """The gradients that FSDP2 has left."""
+        """Take the gradients that FSDP2 has reduced."""
         for own, p in zip(self.own, self.every, strict=True):
             own.grad = None if p.grad is None else _local(p.grad)
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Of the whole gradient, of which every rank has a part."""
+        """Return the norm of the whole gradient."""
         flags = [(own.grad, _is_sharded(p)) for own, p in zip(self.own, self.every, strict=True)]
         parts, whole = ([g for g, cut in flags if g is not None and cut is kind] for kind in (True, False))
         if self.ranks.world_size == 1 or not parts:
@@ -183,12 +183,12 @@ class ShardedOptimizer:
         return (square + (global_norm(whole).double().square() if whole else 0.0)).sqrt().to(gradients[0].dtype)
 
     def shard_state(self, name: str, value: Tensor) -> Any:
-        """What the optimizer keeps of a parameter, in shards as that one is."""
+        """Return optimizer state as a DTensor that is sharded like its parameter."""
         p = self.every[int(name.split(".", 1)[0])]
         return _from_local_like(value, p) if value.dim() and _is_sharded(p) else value
 
     def local_shard(self, name: str, value: Any) -> Any:
-        """What this rank holds of that."""
+        """Return this rank's shard of optimizer state."""
         p = self.every[int(name.split(".", 1)[0])]
         return value if _is_sharded(value) else _shard_like(value, p) if value.dim() else value.to(p.device, copy=True)
 
@@ -199,7 +199,7 @@ class ShardedOptimizer:
 
 
 class ShardedLearner(LanguageLearner):
-    """Trains a language model in shards; every rank calls every operation, in the same order."""
+    """Trains a sharded language model. Every rank calls every operation, in the same order."""
 
     placement = "each trains a part of the parameters, in shards, and samples from a whole copy"
     computes_alone = False
@@ -208,7 +208,7 @@ class ShardedLearner(LanguageLearner):
         self, whole: LanguageModel, update: Update, reference: bool, outputs: frozenset[str], micro_batch: int,
         checkpointing: bool, ranks: Ranks, choice: Any = None, gather: float = math.inf,
     ):  # fmt: skip
-        """`choice`: the critic of the algorithm, where there is one. `gather`: bytes that rank 0 may write alone."""
+        """`choice`: the critic of the algorithm, if any. `gather`: maximum size of a checkpoint that rank 0 writes."""
         if whole.model.dtype == torch.float16:  # the shards are in float32
             raise ConfigError(
                 "--policy.dtype float16 with shards: its gradients are not scaled. Set float32 or bfloat16"
@@ -229,7 +229,7 @@ class ShardedLearner(LanguageLearner):
         self.whole_lm = whole
         self._forward: Any = forward
         self._stale = False
-        """Have the parameters moved since the whole copy was gathered?"""
+        """Have the parameters changed since the whole copy was gathered?"""
         self.writing = ShardWriter(ranks)
         self.writes_shards = state_bytes(whole) + critic_bytes(critic) > gather
         self.micro_batch = micro_batch
@@ -238,7 +238,7 @@ class ShardedLearner(LanguageLearner):
         )
 
     def params(self) -> dict[str, Tensor]:
-        """Those of the whole copy, as they were when the sampler last loaded."""
+        """Return those of the whole copy, as of the last `refresh_params`."""
         return self.whole_lm.trained()
 
     def refresh_params(self) -> None:
@@ -247,13 +247,13 @@ class ShardedLearner(LanguageLearner):
             self._stale = False
 
     def local_microbatches(self, batch: Batch) -> Iterable[Batch]:
-        """As many micro-batches as any rank has, because ranks meet inside of each: the last ones may be empty."""
+        """Return as many micro-batches as any rank has, because each contains collectives; the last may be empty."""
         parts = list(super().local_microbatches(batch))
         empty = to_device(batch.sub_batch(slice(0, 0)), self.lm.device)
         return parts + [empty] * (self.ranks.all_reduce_max(len(parts)) - len(parts))
 
     def all_reduce_gradients(self, parameters: list[Tensor]) -> None:
-        """FSDP2 has summed those in shards already."""
+        """Sum the gradients of replicated parameters. FSDP2 has summed those of sharded ones."""
         critic = self._critic_sharded
         moved = critic if critic is not None and parameters[0] is critic.own[0] else self._sharded
         if whole := [p for p in moved.every if not _is_sharded(p)]:
@@ -270,7 +270,7 @@ class ShardedLearner(LanguageLearner):
         return super().fit_critic(mini, loss)
 
     def on_rank_zero(self, name: str, mini: Batch, objective: Objective = lambda _, out: zero_objective(out)) -> Any:
-        """Rank 0 computes the whole batch; the others go through as many passes, with nothing in them."""
+        """Compute the whole batch on rank 0; the others run as many passes with empty micro-batches."""
         ranks, self.ranks = self.ranks, RankZeroOnly(self.ranks)
         try:
             return getattr(self, name)(mini, objective)
@@ -278,12 +278,12 @@ class ShardedLearner(LanguageLearner):
             self.ranks = ranks
 
     def state(self) -> Groups:
-        """As one process writes it: whole tensors, in the type of the model, and in float32 beside it. On rank 0."""
+        """Return whole tensors on rank 0, in the dtype of the model and in float32, like a single process."""
         groups: Groups = {}
         for group, own in self._in_shards().items():
             groups[group] = {}
             for name, value in own.items():
-                whole = _gather_full(value)  # every rank has to ask
+                whole = _gather_full(value)  # a collective
                 if self.ranks.rank == 0:
                     groups[group][name] = whole.cpu()
         if self._rounded:
@@ -292,7 +292,7 @@ class ShardedLearner(LanguageLearner):
         return groups
 
     def _in_shards(self) -> Groups:
-        """The state as it is held here. What an optimizer keeps is cut as the parameters are."""
+        """Return the local state; optimizer state is sharded like the parameters."""
         groups = super().state()
         for which, moved in (
             ("optimizer", self._sharded),
@@ -303,7 +303,7 @@ class ShardedLearner(LanguageLearner):
         return groups
 
     def stage_parts(self, aside: Path) -> ShardedWrite | None:
-        """Copy what this rank holds to the host, and write it there: on rank 0 whoever asks, on others a thread."""
+        """Copy the local shards to the host. Rank 0 returns the write; the other ranks start it on a thread."""
         own = self._in_shards()
         if self._rounded:
             own["wide"] = own.pop("params")
@@ -314,7 +314,7 @@ class ShardedLearner(LanguageLearner):
 
     @property
     def _rounded(self) -> bool:
-        """Does the model compute with rounded copies of the trained parameters?"""
+        """Does the model compute with rounded copies of float32 parameters?"""
         return self.whole_lm.model.dtype.itemsize < 4 and not self._adapters
 
     @property
@@ -350,11 +350,11 @@ class ShardedLearner(LanguageLearner):
         for group, (own, whole) in saved.items():
             for name, p in own.items():
                 check_restored({name: _local(p)}, {name: _local(self.local_shard(group, name, whole[name]))})
-        if not any(map(_is_sharded, state["params"].values())):  # other ranks keep their shards alone
+        if not any(map(_is_sharded, state["params"].values())):  # other ranks hold shards only
             check_restored(self.params(), state["params"])
 
     def local_shard(self, group: str, name: str, value: Any) -> Any:
-        """What this rank holds of a tensor of a checkpoint."""
+        """Return this rank's shard of a tensor of a checkpoint."""
         if _is_sharded(value) or group == "loss_scale":
             return value
         if group == "optimizer":
@@ -365,12 +365,12 @@ class ShardedLearner(LanguageLearner):
 
 
 def zero_objective(out: Outputs) -> Terms:
-    """The objective of a rank that has none of a batch, and goes along."""
+    """The objective of a rank with an empty share."""
     return Terms((out.logp if out.rating is None else out.rating).sum(), {})
 
 
 def _gather_full(value: Any) -> Tensor:
-    """A tensor that is in shards, in one piece: every rank has to ask for it."""
+    """Gather a sharded tensor. A collective."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
@@ -383,7 +383,7 @@ def _local(value: Any) -> Tensor:
 
 
 def _from_local_like(value: Tensor, like: Any) -> Any:
-    """A rank's part of a tensor that is in shards as another one is."""
+    """Make a DTensor from a local shard, with the sharding of another tensor."""
     from torch.distributed.tensor import DTensor
 
     mesh, how = like.device_mesh, like.placements
@@ -391,7 +391,7 @@ def _from_local_like(value: Tensor, like: Any) -> Any:
 
 
 def _shard_like(value: Tensor, like: Any) -> Any:
-    """A whole tensor, in shards as another one is; every rank has all of it."""
+    """Shard a whole tensor, which every rank has, like another one."""
     from torch.distributed.tensor import distribute_tensor
 
     if not _is_sharded(like):
@@ -400,21 +400,21 @@ def _shard_like(value: Tensor, like: Any) -> Any:
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
 
-# ---- cutting a model -----------------------------------------------------------------------------------
+# ---- sharding a model -----------------------------------------------------------------------------------
 
 
 class HollowModel:
-    """A model whose parameters are copied layer by layer, so that it is never there twice as a whole."""
+    """Copies a model to be sharded layer by layer, so that memory never holds two whole copies."""
 
     def __init__(self, whole: LanguageModel):
         self.stored, self.device = whole.exact, whole.device
         self.adapted = any(LORA_PREFIX in name for name in whole.trained())
         self.names = {id(p): name for name, p in whole.model.named_parameters()}
         self.own: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        """By the identity of an empty parameter: itself, and the one that it stands for."""
+        """By the id of an empty parameter: itself and the original."""
 
     def hollow(self, module: Any, **memo: Any) -> Any:
-        """A copy whose parameters are on no device yet. The trained ones are in float32 or better."""
+        """Copy a module with parameters on the meta device. Trained ones are in float32 or better."""
         made = {}
         for p in module.parameters():
             dtype = torch.promote_types(p.dtype, torch.float32) if p.requires_grad else p.dtype
@@ -424,7 +424,7 @@ class HollowModel:
 
     @torch.no_grad()
     def fill(self, part: nn.Module) -> None:
-        """Give its empty parameters their values: as they were stored where that was finer, or as they are."""
+        """Fill empty parameters with their values, from the stored checkpoint if that is more precise."""
         made: dict[int, nn.Parameter] = {}
         for module in part.modules():
             for slot, p in module._parameters.items():
@@ -438,7 +438,7 @@ class HollowModel:
 
 
 def shard_layers(root: Any, layers: Iterable[Any], source: HollowModel, narrow: torch.dtype, size: int) -> None:
-    """Cut a hollow module into shards, layer by layer: FSDP2 gathers each by itself. Adapters stay whole."""
+    """Shard a hollow module layer by layer. Adapters stay whole."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -459,7 +459,7 @@ def shard_layers(root: Any, layers: Iterable[Any], source: HollowModel, narrow: 
 
 
 def layer_groups(layers: Iterable[Any]) -> Iterator[list[Any]]:
-    """Layers that are gathered at once: as many as have a bucket of parameters, because every gathering takes time."""
+    """Group layers that are gathered at once, with at least `BUCKET_NUMEL` parameters per group."""
     group: list[Any] = []
     for layer in layers:
         group.append(layer)
@@ -471,7 +471,7 @@ def layer_groups(layers: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def reshards_after_forward(module: nn.Module, device: torch.device) -> bool:
-    """Is what was gathered let go between a forward and a backward pass? Not where a GPU can spare the memory."""
+    """Return whether gathered parameters are freed before the backward pass; not if the GPU has enough memory."""
     if device.type != "cuda":
         return True
     room = MAX_UNSHARDED_FRACTION * torch.cuda.get_device_properties(device).total_memory
@@ -479,7 +479,7 @@ def reshards_after_forward(module: nn.Module, device: torch.device) -> bool:
 
 
 def shard_model(whole: LanguageModel, size: int) -> Any:
-    """The model with its parameters in shards; what is returned has to be called for every pass."""
+    """Shard a model. The returned module has to be called for every pass."""
     source = HollowModel(whole)
     lm = source.hollow(whole, tokenizer=whole.tokenizer)
     forward, layers = ShardedForward(lm), checkpointable_layers(lm.backbone)

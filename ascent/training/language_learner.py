@@ -1,4 +1,4 @@
-"""A learner for language models that wastes nothing: no padding, no prompt encoded twice, no logits kept."""
+"""The learner of language models: packed sequences, shared prompts, chunked logits."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -49,15 +49,14 @@ from ascent.training.packing import (
 
 
 class LanguageCritic(nn.Module):
-    """V(prompt, tokens so far) = head · hidden, 0 everywhere at first. The head is in float32 or better.
+    """V(prompt, tokens so far) = head · hidden, initially 0. The head is in float32 or better.
 
-    A backbone of its own is a copy of the policy's first one, in its precision, and trains what that one trains
-    (every parameter, adapters, or the last layers), through float32 copies where the policy does so. On the policy's
-    backbone only the head is new.
+    A separate backbone is a copy of the policy's initial one. It has the same precision, master weights and trained
+    parameters (all, adapters, or the last layers). With a shared backbone, only the head is added.
     """
 
     def __init__(self, lm: LanguageModel, shared: bool, copied: Callable[[Any], Any] = copy.deepcopy):
-        """`copied` makes its backbone of the policy's."""
+        """`copied` copies the policy's backbone."""
         super().__init__()
         weight = lm.model.get_output_embeddings().weight
         exact = torch.promote_types(weight.dtype, torch.float32)
@@ -72,7 +71,7 @@ class LanguageCritic(nn.Module):
         self.stepped = (
             float32_copies(stored_precision(lm, body), body) if any(map(is_half, self.working)) else self.working
         )
-        """The backbone's trained parameters, or their copies in float32."""
+        """The trained parameters of the backbone, or their float32 master weights."""
         self.captured: CapturedBackbone | None = None
 
     @property
@@ -80,7 +79,7 @@ class LanguageCritic(nn.Module):
         return self._lm[0].backbone if self.own is None else self.own
 
     def trained(self) -> list[Tensor]:
-        """What an optimizer moves."""
+        """Return the parameters that the optimizer steps."""
         return [*self.head.parameters(), *self.stepped]
 
     def _by_name(self) -> dict[str, Tensor]:
@@ -88,7 +87,7 @@ class LanguageCritic(nn.Module):
         return dict(self.head.named_parameters(prefix="head")) | dict(zip(names, self.stepped, strict=True))
 
     def state_dict(self, *args: object, **more: object) -> dict[str, Tensor]:  # type: ignore[override]
-        """Its own trained parameters alone: the rest is the model's, and loaded with it."""
+        """Return the trained parameters; the others are loaded with the model."""
         return {name: p.detach() for name, p in self._by_name().items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:  # type: ignore[override]
@@ -96,12 +95,12 @@ class LanguageCritic(nn.Module):
         copy_to_working(self.working, self.stepped)
 
     def attention(self) -> AbstractContextManager[None]:
-        """Inside, its layers call our attention function."""
+        """Enable packed attention in its layers."""
         lm = self._lm[0]
         return packed_attention_enabled(lm.model if self.own is None else self.own, lm.shares)
 
     def forward(self, batch: Rollouts) -> Float[Tensor, "prompt sample state"]:
-        """V at the states before every action and behind the last token of each response; 0 at the others."""
+        """Return V before every action and after the last token of each response; 0 at other states."""
         states = value_states(batch)
         hidden = hidden_states(self._lm[0], batch, states, self.backbone, self.captured)
         return scatter_tokens(self.read(hidden), to_device_async(states, batch.mask.device))
@@ -113,16 +112,15 @@ class LanguageCritic(nn.Module):
 class LanguageLearner(InProcessLearner):
     """Trains a language model in this process.
 
-    Parameters in bfloat16 are stepped through float32 copies of their own: a step of 1e-6 would be lost in them. Their
-    gradients are summed over micro-batches in float32 too. On a GPU a batch is computed with there, and the host waits
-    for it once, at the end of an update. The reference is a copy of the trained parameters alone: the same module is
-    called with them in place of its own.
+    bfloat16 parameters have float32 master weights, because steps of 1e-6 would be rounded away. Their gradients are
+    accumulated over micro-batches in float32 as well. On a GPU the host syncs once, at the end of an update. The
+    reference is a copy of the trained parameters only: the same module is called with them.
 
-    With a `rounding`, the seed of random bits, all of that is in a form that takes less memory (compact.py).
+    `rounding` is the seed of stochastic rounding; with it, the state has the compact form of `CompactAdamW`.
     """
 
     captures = True
-    """Do small rows go through captured graphs, on a GPU?"""
+    """Are small rows computed by CUDA graphs, on a GPU?"""
 
     def __init__(
         self,
@@ -138,12 +136,12 @@ class LanguageLearner(InProcessLearner):
     ):
         self.lm, self.outputs, self.micro_batch, self.checkpointing = lm, outputs, micro_batch, checkpointing
         self.whole_lm = lm
-        """A model with every parameter: another one than what is trained, where that is in shards."""
+        """The model with whole parameters; the trained one may be sharded."""
         self._params, self._forward = lm.trained(), ForwardModule(lm)
         self._working = list(self._params.values())
         stored, lm.exact = lm.exact, {}
         self._rounds = any(map(is_half, self._working))
-        """Do the parameters have masters in float32?"""
+        """Do the parameters have float32 master weights?"""
         self._trainable = float32_copies(stored, self._params) if self._rounds and rounding is None else self._working
         self.train_critic(critic, critic_update)
         self.loss_scale = self._next_scale = self.critic_scale = LossScale()
@@ -155,7 +153,7 @@ class LanguageLearner(InProcessLearner):
         self.reference_params = [p.detach().clone() for p in self._working] if reference else None
         self.reference_moved = False
         self._average: list[Tensor] | None = None
-        """A reference that moves, in float32 where parameters are narrower: its steps would be lost in them."""
+        """A moving-average reference in float32, if parameters are in half precision."""
         exact = self._working[0].dtype == torch.float64
         self._loss_grad = -torch.ones((), dtype=torch.float64 if exact else torch.float32, device=lm.device)
         if update.full_batch and any(map(is_half, lm.model.parameters())):
@@ -179,7 +177,7 @@ class LanguageLearner(InProcessLearner):
             critic.captured = self._capturing(critic.own, critic.working, critic.stepped)
 
     def _capturing(self, backbone: nn.Module, working: list[Tensor], stepped: list[Tensor]) -> CapturedBackbone | None:
-        """What captures the passes over small rows, where flash attention computes them."""
+        """Return the CUDA graphs of small rows, if flash attention is available."""
         lm = self.lm
         if (
             not self.computes_alone or self.compact is not None
@@ -197,12 +195,12 @@ class LanguageLearner(InProcessLearner):
 
     @property
     def passes(self) -> ForwardModule:
-        """The module that every pass goes through."""
+        """The module of all forward passes."""
         return self._forward
 
     @property
     def plan(self) -> MicroBatchPlan:
-        """What goes through at once."""
+        """The limits of a micro-batch."""
         return self._room if self._room is not None and not self.micro_batch else MicroBatchPlan(self.micro_batch)
 
     def split(self, batch: Batch) -> Iterator[Batch]:
@@ -211,13 +209,13 @@ class LanguageLearner(InProcessLearner):
         return (to_device(part, self.lm.device) for part in parts)
 
     def _needs_recompute(self, micro: Batch) -> bool:
-        """Does it take too much though it cannot be cut? Then its layers are computed twice, for the same numbers."""
+        """Return whether a micro-batch that cannot be split further needs activation checkpointing."""
         return self.plan.needs_recompute(computed_tokens(micro, self.lm.shares))
 
     def begin(self, rollouts: Rollouts) -> None:
-        """Compute what an update on all of these computes before it needs their rewards, if it is captured.
+        """Run the forward pass of an update before the rewards are known, if it is captured.
 
-        Nobody waits for it: a GPU works while the host scores responses. It never changes numbers.
+        The GPU computes it while the host scores responses. It does not change results.
         """
         if self._captured is not None and not self.micro_batch and self.ranks is SINGLE_PROCESS:
             row = pack_batch(rollouts, action_states(rollouts))
@@ -241,7 +239,7 @@ class LanguageLearner(InProcessLearner):
         return Outputs(scatter_tokens(logp, batch.mask), scatter_tokens(entropy, batch.mask), kl, value=value)
 
     def _stats(self, batch: Batch, **more: Any) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
-        """How log-probs, entropies and the KL to another policy are read off a head and hidden states."""
+        """Return a function from head and hidden states to log-probs, entropies and the KL to another policy."""
         return partial(token_stats, target=targets(batch, self.lm.device), temperature=batch.temperature, **more)
 
     def _reference(self, batch: Batch) -> tuple[LMHead, Tensor]:
@@ -284,7 +282,7 @@ class LanguageLearner(InProcessLearner):
     # ---- steps ----------------------------------------------------------------------------------
 
     def gradient(self, mini: Batch, objective: Objective) -> Terms:
-        """In float16, of a multiple of the objective. Only a step changes the scale of the next update."""
+        """Compute the gradient; in float16 with loss scaling. Only `step` changes the scale of the next update."""
         if self.lm.model.dtype != torch.float16:
             return self._gradient(mini, objective)
         terms, self._next_scale = self.loss_scale.compute(
@@ -294,7 +292,7 @@ class LanguageLearner(InProcessLearner):
 
     def _gradient(self, mini: Batch, objective: Objective, scale: float = 1.0) -> Terms:
         again = activation_checkpointing(self.lm.backbone, self.checkpointing)
-        # Gradients of micro-batches are summed without losing the small ones.
+        # Gradients are accumulated in a precision that keeps small ones.
         wide = accumulate_into(self._trainable, self._working) if self.compact is None else self.compact.accumulating()
         self._forward.captured, uphill = self._captured, self._loss_grad
         self._loss_grad = uphill if scale == 1.0 else uphill * scale
@@ -311,7 +309,7 @@ class LanguageLearner(InProcessLearner):
         return stepped if self.lm.device.type == "cpu" else fetched(stepped, self.lm.device)
 
     def _narrow(self) -> None:
-        """The working parameters follow their float32 copies."""
+        """Copy the master weights to the parameters of the model."""
         copy_to_working(self._working, self._trainable)
 
     def evaluate_objective(self, mini: Batch, objective: Objective) -> Tensor:
@@ -330,7 +328,7 @@ class LanguageLearner(InProcessLearner):
         return scatter_tokens(kl, micro.mask)
 
     def distributions(self, micro: Batch) -> tuple[Tensor, Tensor]:
-        """At the states before actions: whole distributions, so over few tokens only."""
+        """Return whole distributions at the states before actions; feasible for few tokens only."""
         with self._attention():
             logits = self._forward(micro, LMHead.logits)
         return torch.log_softmax(logits / micro.temperature, -1), micro.loss_mask[micro.mask].unsqueeze(-1)
@@ -364,7 +362,7 @@ class LanguageLearner(InProcessLearner):
             self._average = [kept.float() for kept in self.reference_params]
         average = self._average or self.reference_params
         masters = self._trainable if self.compact is None else self.compact.masters()
-        for old, now in zip(average, masters, strict=False):  # behind the parameters may come a value head
+        for old, now in zip(average, masters, strict=False):  # a value head may follow the parameters
             old.lerp_(now, rate)
         if average is not self.reference_params:
             torch._foreach_copy_(self.reference_params, average)
@@ -399,14 +397,14 @@ class LanguageLearner(InProcessLearner):
         check_restored(self._masters(), exact)
 
     def _masters(self) -> dict[str, Tensor]:
-        """What the optimizer steps, by name: float32 copies of the parameters where there are any, else themselves."""
+        """Return what the optimizer steps, by name: master weights, or the parameters themselves."""
         return dict(zip(self._params, self._trainable, strict=True))
 
 
 def fetched(stepped: UpdateResult, device: torch.device) -> UpdateResult:
-    """What a step reports, on the host: all numbers in one copy, and all tokens in another."""
+    """Copy the report of a step to the host: all scalars in one copy and all per-token values in another."""
     named = stepped.metrics | stepped.sums
-    numbers = torch.stack([value.to(device) for value in named.values()]).cpu()  # here the host waits
+    numbers = torch.stack([value.to(device) for value in named.values()]).cpu()  # sync
     by_name = dict(zip(named, numbers, strict=True))
     tokens = [stepped.logp] if stepped.entropy is None else [stepped.logp, stepped.entropy]
     logp, *entropy = torch.stack(tokens).cpu()
@@ -415,7 +413,7 @@ def fetched(stepped: UpdateResult, device: torch.device) -> UpdateResult:
 
 
 def _with_values(critic: LanguageCritic, stats: Callable[..., Any], head: LMHead, hidden: Tensor) -> tuple[Any, ...]:
-    """What is read off the hidden states for the policy, and their values."""
+    """Return the statistics of the policy and the values of the critic."""
     return *stats(head, hidden), critic.read(hidden)
 
 
@@ -423,19 +421,19 @@ def _both(head: LMHead, hidden: Tensor) -> tuple[LMHead, Tensor]:
     return head, hidden
 
 
-# ---- what a learner does to a model's parameters ----------------------------------------------------
+# ---- parameters ----------------------------------------------------
 
 
 @torch.no_grad()
 def load_params(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
-    """Trained parameters from a checkpoint; refused where they are another model's."""
+    """Load trained parameters from a checkpoint. ConfigError if they are another model's."""
     check_params(own, given)
     for name, value in given.items():
         own[name].copy_(value)
 
 
 def check_params(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
-    """Refuse parameters that are another model's."""
+    """Raise ConfigError if parameters are another model's."""
     if own.keys() != given.keys() or any(own[k].shape != given[k].shape for k in given):
         raise ConfigError(
             "these parameters are not this model's: set the --model and --policy.lora that they were made with"
@@ -447,9 +445,9 @@ def is_half(p: Tensor) -> bool:
 
 
 def float32_copies(stored: dict[str, Tensor], params: dict[str, Tensor]) -> list[Tensor]:
-    """The float32 copies of half-precision parameters: as they were stored, where that was finer, or as they are.
+    """Return float32 master weights: from the stored checkpoint if that is more precise, else from the parameters.
 
-    A copy that begins at its rounded value has to move by half of the rounding before the model moves at all.
+    A master weight that starts at its rounded value has to change by half a rounding step before the parameter does.
     """
     wide = []
     for name, p in params.items():
@@ -459,7 +457,7 @@ def float32_copies(stored: dict[str, Tensor], params: dict[str, Tensor]) -> list
 
 
 def stored_precision(lm: LanguageModel, body: dict[str, Tensor]) -> dict[str, Tensor]:
-    """For a copy of the backbone, its parameters as they were stored, where the model has rounded them."""
+    """Return the stored values of the parameters that the model has rounded, for a copy of the backbone."""
     names = {id(p): name for name, p in lm.model.named_parameters()}
     pairs = ((own, lm.exact.get(names[id(p)])) for own, p in lm.backbone.named_parameters() if own in body)
     return {own: exact.clone() for own, exact in pairs if exact is not None}
@@ -467,13 +465,13 @@ def stored_precision(lm: LanguageModel, body: dict[str, Tensor]) -> dict[str, Te
 
 @torch.no_grad()
 def copy_to_working(working: list[Tensor], stepped: list[Tensor]) -> None:
-    """Parameters become what their float32 copies were stepped to, where they have such copies."""
+    """Copy master weights, if there are any, to the parameters of the model."""
     if working is not stepped:
         torch._foreach_copy_(working, stepped)
 
 
 def most_precise(stored: dict[str, Tensor], name: str, p: Tensor) -> Tensor:
-    """A parameter as it was stored, if that was finer; not if it was started from another run since."""
+    """Return the stored value of a parameter if it is more precise and the parameter has not changed since."""
     exact = stored.get(name)
     same = exact is not None and torch.equal(exact.to(p.dtype).to(p.device), p)
     return exact if exact is not None and same else p.detach()
@@ -481,7 +479,7 @@ def most_precise(stored: dict[str, Tensor], name: str, p: Tensor) -> Tensor:
 
 @contextmanager
 def accumulate_into(wide: list[Tensor], narrow: list[Tensor]) -> Iterator[None]:
-    """Inside, a gradient that comes to a narrow parameter is added to that of its wide copy, and not kept."""
+    """Accumulate the gradients of half-precision parameters in the `.grad` of their master weights."""
 
     def add(to: Tensor, p: Tensor) -> None:
         assert p.grad is not None
@@ -499,10 +497,10 @@ def accumulate_into(wide: list[Tensor], narrow: list[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def activation_checkpointing(backbone: nn.Module, on: bool = True) -> Iterator[None]:
-    """Inside, if `on`, a layer keeps nothing but its input, and the backward pass computes the layer again.
+    """Enable activation checkpointing of the layers, if `on`.
 
-    transformers' own switch works in training mode alone, and that mode turns on whatever dropout, layer dropping or
-    router noise an architecture has. Log-probs are the policy's own only without them, so no model ever enters it.
+    The switch of transformers works in training mode only, which also enables dropout, layer dropping or router noise.
+    Log-probs have to be those of the policy, so models are never in training mode.
     """
     layers = checkpointable_layers(backbone) if on else []
     for layer in layers:
@@ -515,7 +513,7 @@ def activation_checkpointing(backbone: nn.Module, on: bool = True) -> Iterator[N
 
 
 def checkpointable_layers(backbone: nn.Module) -> list[Any]:
-    """The layers that transformers lets one compute again."""
+    """Return the layers that support activation checkpointing."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
