@@ -100,7 +100,7 @@ def path_of(root: Path, run: str) -> list[tuple[float, float, float]]:
 
 def draw(paths: dict[str, list[tuple[float, float, float]]], stages: dict[str, dict[str, float]], rm: Any) -> None:
     """Learned and true reward over PPO's steps; both at the end against β's grip; the reward model's calibration."""
-    from ascent.runs.held_out import draw_calibration as reliability
+    from ascent.runs.held_out_evaluation import draw_calibration as reliability
 
     fig, axes = figure(2, 2, (10.4, 7.4))
     learned, true, far, sure = axes.flat

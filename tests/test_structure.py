@@ -111,7 +111,7 @@ def first(*modules):  # imports these before the package itself, as if it were n
 ascent = first("ascent.api", "ascent.core.loop")
 print(ascent.train.__module__, ascent.Run.__name__)
 import ascent.lab.figures.training.trainings  # the lab starts it as a program
-ascent = first("ascent.workflows.evaluate", "ascent.runs.held_out")
+ascent = first("ascent.workflows.evaluate", "ascent.runs.held_out_evaluation")
 print(ascent.evaluate.__module__, ascent.sample.__module__, ascent.export.__module__)
 """
 

@@ -16,7 +16,7 @@ from ascent.core.protocols import Learner, RolloutEngine
 from ascent.core.types import Streams
 from ascent.distributed.ranks import SINGLE_PROCESS, Ranks
 from ascent.runs import checkpoint
-from ascent.runs.held_out import Evaluate, KeepAnswers, offline_evaluator, sample_evaluator
+from ascent.runs.held_out_evaluation import Evaluate, KeepAnswers, offline_evaluator, sample_evaluator
 from ascent.runs.run_reader import init_folder
 from ascent.tasks.epochs import steps_of
 

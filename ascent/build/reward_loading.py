@@ -19,7 +19,7 @@ from ascent.core.preferences import margin_of
 from ascent.rewards.judge.judge_rewards import JudgeGrader
 from ascent.rewards.judge.judge_settings import read_judge
 from ascent.runs import checkpoint
-from ascent.runs.held_out import Calibration, calibration, calibration_text, draw_calibration, offline_batch
+from ascent.runs.held_out_evaluation import Calibration, calibration, calibration_text, draw_calibration, offline_batch
 from ascent.runs.metrics import best_evaluation
 from ascent.runs.run_folder import write_json
 from ascent.server.requirements import check_packages

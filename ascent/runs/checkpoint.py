@@ -1,4 +1,4 @@
-"""Checkpoints: everything that a resume needs, written aside, flushed, renamed, with checksums. No pickles."""
+"""Checkpoints: everything that a resume needs, written atomically with checksums and without pickles."""
 
 import errno
 import hashlib
@@ -22,7 +22,7 @@ from ascent.training.sharded_checkpoint import SHARD_FILES, ShardedWrite
 
 Groups = dict[str, dict[str, Tensor]]
 START = "start"
-"""The folder, among the checkpoints, of the parameters that a run starts from."""
+"""The folder of the initial parameters, beside the checkpoints."""
 READ_ERRORS = (*ODD, SafetensorError)
 
 
@@ -35,7 +35,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def aside_of(final: Path) -> Path:
-    """Where a folder is written until it is whole."""
+    """Return the temporary path of a folder that is being written."""
     return final.with_name(f".writing-{final.name}")
 
 
@@ -43,7 +43,7 @@ def save(
     folder: Path, step: int, groups: Groups, state: dict[str, Any], keep: int, best: int | None = None,
     parts: ShardedWrite | None = None,
 ) -> None:  # fmt: skip
-    """Write `folder/step_000100`, and drop all but the newest `keep` and that of the step `best`."""
+    """Write `folder/step_000100` and remove all but the newest `keep` checkpoints and that of the step `best`."""
     write_whole(step_folder(folder, step), groups, state, {"step": step}, parts)
     for old in complete(folder)[:-keep]:
         if step_of(old) != best:
@@ -53,9 +53,9 @@ def save(
 def write_whole(
     final: Path, groups: Groups, state: dict[str, Any], about: dict[str, Any], parts: ShardedWrite | None = None
 ) -> None:
-    """A folder with these groups of tensors and a state.json, whose manifest has checksums: all of it, or nothing.
+    """Atomically write a folder with groups of tensors, a state.json and a manifest with checksums.
 
-    `parts`: what all ranks write there, each its own.
+    `parts` writes the shards of all ranks.
     """
     aside = aside_of(final)
     shutil.rmtree(aside, ignore_errors=True)
@@ -63,7 +63,7 @@ def write_whole(
     for group, tensors in groups.items():
         try:
             save_file({k: v.contiguous() for k, v in tensors.items()}, aside / f"{group}.safetensors")
-        except SafetensorError as error:  # it has words of its own for what the disk said
+        except SafetensorError as error:  # it wraps the errors of the disk
             code = int((re.search(r"(?:code: |os error )(\d+)", str(error)) or [0, errno.EIO])[1])
             raise OSError(code, os.strerror(code)) from None
     (aside / "state.json").write_text(json.dumps(state))
@@ -81,7 +81,7 @@ def write_whole(
 
 
 def read_whole(path: Path) -> tuple[Groups, dict[str, Any]]:
-    """What `write_whole` has written; UNREADABLE errors where something of it is not as it was."""
+    """Read what `write_whole` has written after verifying all checksums."""
     about = _verify(path)
     groups = {p.stem: load_file(p) for p in path.glob("*.safetensors") if not p.match(SHARD_FILES)}
     if "narrow" in about:
@@ -90,16 +90,16 @@ def read_whole(path: Path) -> tuple[Groups, dict[str, Any]]:
 
 
 def drop(path: Path) -> None:
-    """Rename a checkpoint before its files are removed, so that a kill never leaves half of it under its name."""
+    """Remove a checkpoint; it is renamed first, so that a kill never leaves an incomplete one under its name."""
     gone = path.with_name(f".dropping-{path.name}")
     os.replace(path, gone)
     shutil.rmtree(gone)
 
 
 def keep_start(source: Path, folder: Path) -> None:
-    """Keep the parameters that a run starts from as `folder/start`.
+    """Keep the initial parameters of a run as `folder/start`.
 
-    Those of a checkpoint are linked where the disk allows it: its files never change, and nothing is stored twice.
+    The files of a checkpoint are hard-linked if possible, because they never change.
     """
     final, aside = folder / START, folder / f".writing-{START}"
     if final.exists():
@@ -121,7 +121,7 @@ def keep_start(source: Path, folder: Path) -> None:
 
 
 def start_of(folder: Path) -> Path | None:
-    """Where a run keeps the parameters that it starts from, if it does."""
+    """Return the folder of the initial parameters, if it exists."""
     return folder / START if (folder / START).exists() else None
 
 
@@ -131,18 +131,18 @@ def drop_start(folder: Path) -> None:
 
 
 def complete(folder: Path) -> list[Path]:
-    """The checkpoints that were renamed into place, oldest first."""
+    """Return the complete checkpoints, oldest first."""
     return list(numbered_files(folder, r"step_(\d+)").values())
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Remove what a kill left half-written or half-removed."""
+    """Remove incompletely written or removed checkpoints."""
     for path in (*folder.glob(".writing-*"), *folder.glob(".dropping-*")):
         shutil.rmtree(path)
 
 
 def load_checkpoint(path: Path) -> tuple[Groups, dict[str, Any]]:
-    """The tensors and the state of a checkpoint, after all checksums were verified."""
+    """Read the tensors and the state of a checkpoint after verifying all checksums."""
     try:
         groups, saved = read_whole(path)
         if not all(type(number) is int and number >= 0 for number in (saved["step"], *saved["records"].values())):
@@ -156,7 +156,7 @@ def load_checkpoint(path: Path) -> tuple[Groups, dict[str, Any]]:
 
 
 def params(path: Path) -> dict[str, Tensor]:
-    """The policy's parameters of a checkpoint, verified, or of any folder with a params.safetensors."""
+    """Read the policy's parameters of a checkpoint (verified) or of any folder with a params.safetensors."""
     file = path / "params.safetensors"
     try:
         if not (path / "manifest.json").exists():
@@ -171,7 +171,7 @@ def params(path: Path) -> dict[str, Tensor]:
 
 
 def _verify(path: Path, *files: str) -> dict[str, Any]:
-    """Compare files of a checkpoint, by default all, with its manifest, which is returned."""
+    """Verify the checksums of files of a checkpoint (default: all) and return its manifest."""
     about = parse_json(read_regular(path / "manifest.json"))
     checksums = about["sha256"]
     for file in files or checksums:
@@ -188,7 +188,7 @@ def _checksum(path: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Return when a file or a folder is on the disk."""
+    """Sync a file or a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -21,7 +21,7 @@ from ascent.runs.alerts.metric_windows import Alert
 from ascent.runs.alerts.trend_alerts import RunAlerts
 from ascent.runs.batch_serialization import pack_rollouts
 from ascent.runs.display.terminal import Display
-from ascent.runs.held_out import Evaluate
+from ascent.runs.held_out_evaluation import Evaluate
 from ascent.runs.journal import Journal
 from ascent.runs.metrics import ALWAYS_WRITTEN, best_evaluation, evaluation_score
 from ascent.runs.recorded_conversation import environment_failed

@@ -1,7 +1,7 @@
-"""Checkpoints of which every rank wrote its own part: read in one piece, on one machine.
+"""Read sharded checkpoints into full tensors on one machine.
 
-They are torch's distributed checkpoint, as safetensors. Each file says where its tensors belong in the whole ones. A
-tensor is named `group/name`. No pickles.
+They are torch distributed checkpoints in safetensors format, without pickles. Each file records the offsets of its
+shards. A tensor is named `group/name`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 def read_parts(path: Path, narrow: str, only: Collection[str] = ()) -> dict[str, dict[str, Tensor]]:
-    """These groups of a checkpoint, by default all, in one piece; ValueError where they are not what was written."""
+    """Read groups of a checkpoint (default: all) as full tensors; raise ValueError for invalid shards."""
     import torch.distributed.checkpoint as dcp
 
     if narrow not in TYPES:
@@ -35,7 +35,7 @@ def read_parts(path: Path, narrow: str, only: Collection[str] = ()) -> dict[str,
             if "/" in name and (not only or name.split("/")[0] in only)
         }
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # one process is what is meant
+            warnings.simplefilter("ignore")  # loading in one process is intended
             dcp.load(whole, storage_reader=reader, no_dist=True)
     except (AssertionError, LookupError, TypeError, RuntimeError, dcp.CheckpointException) as error:
         raise ValueError(f"its parts do not make a whole: {error}") from None

@@ -1,8 +1,7 @@
-"""Reading what anyone may have written: a run's folder may have come from anywhere.
+"""Safe reading of files from an untrusted run folder.
 
-Only regular files inside it are opened, and no link in it is followed. Whatever a file holds, reading it ends in a
-value or in a refusal that names the file. The folder itself may be a link: whoever names runs/x and has linked it to
-another disk means what lies there.
+Only regular files inside the folder are opened, and links in it are not followed. Whatever a file contains, reading it
+returns a value or raises an error that names the file. The folder itself may be a link, for example to another disk.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from ascent.core.errors import ConfigError
 from ascent.tasks.base import error_line
 
 MAX_JSON_BYTES, MAX_JSONL_BYTES = 1 << 26, 1 << 30
-"""Bytes of a file of JSON, and of one with a line per step, that are read."""
+"""Maximum bytes of a JSON file, and of a file with a line per step."""
 MAX_NESTING = 64
-"""Lists and objects within one another; Ascent's own files have at most ten."""
+"""Maximum nesting of lists and objects; Ascent's files have at most ten levels."""
 READ_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
-"""What reading a file may raise that holds anything; pyarrow's and torch's errors are among them."""
+"""The errors of reading a file with arbitrary contents, including those of pyarrow and torch."""
 
 
 def open_regular(path: Path, within: Path | None = None) -> BufferedReader:
-    """A regular file, to be read; OSError for a link, a folder or a pipe, which could lead or hang anywhere.
+    """Open a regular file for reading; raise OSError for a link, a folder or a pipe.
 
-    No folder between the file and `within` (by default its own folder) may be a link either.
+    No folder between the file and `within` (by default its parent) may be a link.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     within = path.parent if within is None else within
@@ -58,7 +57,7 @@ def open_regular(path: Path, within: Path | None = None) -> BufferedReader:
 
 
 def read_regular(path: Path, most: int = MAX_JSON_BYTES) -> bytes:
-    """All of a regular file of bounded size."""
+    """Read a regular file of bounded size."""
     with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -68,7 +67,7 @@ def read_regular(path: Path, most: int = MAX_JSON_BYTES) -> bytes:
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Whatever is wrong with what a file holds becomes a refusal that names the file."""
+    """Convert errors of reading a file to a ConfigError that names it."""
     try:
         yield
     except ConfigError:
@@ -80,7 +79,7 @@ def naming_file(path: Path) -> Iterator[None]:
 
 
 def parse_json(data: bytes, **hooks: Any) -> Any:
-    """JSON; ValueError if it is none, or nested so deeply that whoever walks through it would fail."""
+    """Parse JSON; raise ValueError if it is invalid or nested too deeply."""
     try:
         value = json.loads(data, **hooks)
     except RecursionError:
@@ -97,7 +96,7 @@ def parse_json(data: bytes, **hooks: Any) -> Any:
 
 
 def finite_json(data: bytes) -> Any:
-    """JSON in which every number is finite; others become None. ValueError as `parse_json`."""
+    """Parse JSON like `parse_json`; infinite and NaN numbers become None."""
 
     def finite(text: str) -> float | None:
         value = float(text)
@@ -119,7 +118,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> tuple[dict[str, Any], str]:
-    """A JSON object, or an empty one and what is wrong with its file."""
+    """Read a JSON object; if it cannot be read, return an empty one and the error."""
     try:
         held = finite_json(read_regular(path))
     except FileNotFoundError:
@@ -130,7 +129,7 @@ def read_object(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file, up to its last newline: an incomplete last line is still being written."""
+    """Read the lines of a JSONL file up to its last newline: an incomplete last line is still being written."""
     try:
         data = read_regular(path, MAX_JSONL_BYTES)
     except FileNotFoundError:
@@ -151,7 +150,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl or updates.jsonl: each has a step, and its values are numbers."""
+    """Read metrics.jsonl or updates.jsonl, whose lines consist of a step and numbers."""
     lines = read_lines(path)
     for number, line in enumerate(lines, 1):
         if not is_metrics_line(line):
@@ -162,7 +161,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def is_metrics_line(line: Any) -> bool:
-    """Is this a step and its numbers?"""
+    """Return whether a line consists of a step and numbers."""
     if not isinstance(line, dict) or type(line.get("step")) is not int:
         return False
     values = [value for name, value in line.items() if name != "nonfinite" and value is not None]
@@ -170,13 +169,13 @@ def is_metrics_line(line: Any) -> bool:
 
 
 def finite_number(value: Any) -> Any:
-    """A finite number; None for anything else."""
+    """Return a finite number unchanged, and None for anything else."""
     known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
     return value if known else None
 
 
 def numbered_files(folder: Path, name: str) -> dict[int, Path]:
-    """What a folder has under such names, by the number that the pattern captures; nothing if it cannot be listed."""
+    """Return the paths in a folder that match a pattern, by the captured number; empty if it cannot be listed."""
     try:
         paths = {int(match[1]): path for path in folder.iterdir() if (match := re.fullmatch(name, path.name))}
     except OSError:
@@ -185,12 +184,12 @@ def numbered_files(folder: Path, name: str) -> dict[int, Path]:
 
 
 def printable(value: Any) -> str:
-    """A name that can be shown: what is not a character, such as half of a surrogate pair, is replaced."""
+    """Return a name as valid Unicode: unpaired surrogates are replaced."""
     return str(value).encode("utf-8", "replace").decode()
 
 
 def modified_at(path: Path) -> float | None:
-    """When a file was last written; None if it is missing."""
+    """Return the modification time of a file; None if it is missing."""
     try:
         return path.lstat().st_mtime
     except OSError:
@@ -198,7 +197,7 @@ def modified_at(path: Path) -> float | None:
 
 
 class FileCache:
-    """Keeps what was read of files until they change (size, time). Above a weight of `most`, the least used go."""
+    """A least-recently-used cache of values read from files; an entry is invalid once its file changes (size, time)."""
 
     def __init__(self, most: int):
         self.most, self.held = most, 0

@@ -26,7 +26,7 @@ from ascent.inference.engine import LocalEngine
 from ascent.inference.runners.eager import EagerRunner
 from ascent.models import LanguageModel
 from ascent.rewards.tokenized_task import TokenizedTask
-from ascent.runs.held_out import sample_evaluator
+from ascent.runs.held_out_evaluation import sample_evaluator
 from ascent.settings import configure
 
 SETTINGS = WORK["settings"]

@@ -20,7 +20,7 @@ from ascent.cli import main as cli
 from ascent.cli.run_flags import parse_train
 from ascent.core.errors import ConfigError
 from ascent.runs.alerts.step_alerts import reward_weights
-from ascent.runs.held_out import calibration, calibration_text
+from ascent.runs.held_out_evaluation import calibration, calibration_text
 from ascent.settings import config_from, configure
 from ascent.tasks.small.sorting import Sort
 

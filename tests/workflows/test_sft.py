@@ -16,7 +16,7 @@ from ascent.build.assemble import assemble
 from ascent.build.preflight import arithmetic, memory
 from ascent.cli import main as cli
 from ascent.core.errors import ConfigError
-from ascent.runs.held_out import offline_batch
+from ascent.runs.held_out_evaluation import offline_batch
 from ascent.settings import configure
 
 

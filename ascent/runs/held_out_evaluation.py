@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts, for each kind of data that a run learns from."""
+"""Evaluation on held-out data: sampled answers, demonstrations, pairs and step labels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ from ascent.runs.display.terminal import table
 
 Evaluate = Callable[[], Metrics]
 KeepAnswers = Callable[[Task, Batch], None]
-"""Where the scored answers of an evaluation go, with the task that scored them."""
+"""Receives the scored answers of an evaluation, with the task that scored them."""
 MAX_ENUMERATED_RESPONSES = 5_000
-"""Prompts × responses up to which E[R] is enumerated at every evaluation."""
+"""Maximum number of prompts × responses for which every evaluation enumerates E[R]."""
 
 
 def sample_evaluator(
     config: Config, task: Task, sampler: RolloutEngine, policy: Any = None, keep: KeepAnswers | None = None
 ) -> Evaluate:
-    """Accuracy and reward of greedy answers to held-out prompts; of a `policy`, where responses are few, E[R] too."""
+    """Return an evaluation of greedy answers to held-out prompts, with the exact E[R] of small policies."""
     prompts = task.held_out(config.eval_prompts)
     few = (
         policy is not None
@@ -57,31 +57,31 @@ def sample_evaluator(
 
 
 def offline_batch(rollouts: Rollouts, label: Tensor | None = None) -> Batch:
-    """Offline data as a batch. A response without a label earns 1."""
+    """Return offline data as a batch. Responses without labels have reward 1."""
     shape = rollouts.mask.shape[:2]
     reward = torch.ones(*shape, 1) if label is None else label
     return to_batch(rollouts, reward=reward, valid=torch.ones(shape, dtype=torch.bool))
 
 
 def offline_evaluator(config: Config, learner: Learner, task: Task, sampler: RolloutEngine) -> Evaluate:
-    """The evaluator of the data that the run learns from, on what its task holds out."""
+    """Return the evaluation of an offline run on the data that its task holds out."""
     rollouts = sampler.generate(task.held_out(config.eval_prompts), RESPONSES_PER_PROMPT[config.data])
     batch = offline_batch(rollouts, task.score(rollouts).reward if config.data == "steps" else None)
 
     def demonstrations() -> Metrics:
-        """The mean log-prob of a token: what SFT maximises, where it was not trained."""
+        """Return the mean log-prob per token of held-out demonstrations."""
         logp = learner.score(batch, frozenset({"logp_old"}))["logp_old"]
         return {"eval/logp": logp[batch.mask].double().mean().item()}
 
     def pairs() -> Metrics:
-        """How much higher each chosen response is rated, by a reward model or by a policy's log-ratios."""
+        """Return the calibration of the margins of a reward model, or of a policy's log-ratios."""
         loss: PairLoss = config.algorithm.loss  # type: ignore[assignment]
         compared = batch.add(**learner.score(batch, frozenset({"logp_ref"})))
         margins = map_micro_batches(learner, compared, lambda micro, out: margin_of(loss.rating(micro, out)).flatten())
         return calibration(torch.cat(margins).double().cpu()).metrics()
 
     def steps() -> Metrics:
-        """The mean squared error, and how much of the labels' variance the scores explain."""
+        """Return the mean squared error and the explained fraction of the labels' variance."""
 
         def error_of(micro: Batch, out: Outputs) -> Tensor:
             assert out.rating is not None
@@ -96,7 +96,7 @@ def offline_evaluator(config: Config, learner: Learner, task: Task, sampler: Rol
 
 
 def map_micro_batches(learner: Learner, batch: Batch, read: Callable[[Batch, Outputs], Tensor]) -> list[Tensor]:
-    """What `read` makes of each micro-batch and of the learner's outputs for it. No parameter moves."""
+    """Apply `read` to each micro-batch and the learner's outputs, without training."""
     parts: list[Tensor] = []
 
     def collect(micro: Batch, out: Outputs) -> Terms:
@@ -107,15 +107,15 @@ def map_micro_batches(learner: Learner, batch: Batch, read: Callable[[Batch, Out
     return parts
 
 
-# ---- calibration: is a reward model right about pairs, and does it know how sure it may be? -----------------------
+# ---- calibration of reward models --------------------------------------------------------------------------------
 #
-# With the margin m = r_w − r_l of a held-out pair, σ(|m|) is the confidence that the higher rated response is the one
-# that was chosen. Calibration compares that confidence with how often it is right.
+# With the margin m = r_w − r_l of a held-out pair, σ(|m|) is the confidence that the higher rated response is the
+# chosen one. Calibration compares that confidence with the fraction of pairs that are right.
 
 
 @dataclass(frozen=True)
 class CalibrationBin:
-    """The pairs whose confidence σ(|m|) lies in a range: its mean, and the share of them that is right."""
+    """The pairs whose confidence σ(|m|) lies in a range: their mean confidence and accuracy."""
 
     low: float
     high: float
@@ -126,26 +126,26 @@ class CalibrationBin:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How good a reward model is on held-out pairs."""
+    """The quality of a reward model on held-out pairs."""
 
     pairs: int
     accuracy: float
-    """Share of pairs whose chosen response is rated higher; a tie counts half."""
+    """Fraction of pairs whose chosen response is rated higher; a tie counts half."""
     log_loss: float
-    """Mean −log σ(m): log 2 = 0.693 is what knowing nothing costs."""
+    """Mean −log σ(m); log 2 = 0.693 is chance."""
     margin: float
     """Mean m."""
     ece: float
-    """Expected calibration error, Σ_bins (pairs in it / pairs)·|accuracy − confidence| (Guo et al. 2017)."""
+    """Expected calibration error, Σ_bins (pairs in the bin / pairs)·|accuracy − confidence| (Guo et al. 2017)."""
     bins: tuple[CalibrationBin, ...]
-    """Those that hold pairs, of equal width from 0.5 to 1."""
+    """The bins that contain pairs, of equal width from 0.5 to 1."""
 
     def metrics(self) -> Metrics:
         return {f"eval/pairs/{name}": getattr(self, name) for name in ("accuracy", "log_loss", "margin", "ece")}
 
 
 def calibration(margin: Float[Tensor, "pair"], bins: int = 10) -> Calibration:
-    """From the margins of held-out pairs. A pair of margin 0 is half right, at a confidence of one half."""
+    """Compute the calibration from margins of held-out pairs. A margin of 0 is half right, with confidence 0.5."""
     margin = margin.double()
     right = (margin > 0).double() + 0.5 * (margin == 0).double()
     confidence = torch.sigmoid(margin.abs())
@@ -162,7 +162,7 @@ def calibration(margin: Float[Tensor, "pair"], bins: int = 10) -> Calibration:
 
 
 def calibration_text(result: Calibration) -> str:
-    """The figures and the bins, as a person reads them."""
+    """Format the metrics and the bins for a terminal."""
     head = (
         f"{result.pairs} held-out pairs: {result.accuracy:.1%} right, log-loss {result.log_loss:.3f} (knowing nothing: "
         f"0.693), expected calibration error {result.ece:.3f}."
@@ -174,7 +174,7 @@ def calibration_text(result: Calibration) -> str:
 
 
 def draw_calibration(axis: Any, result: Calibration) -> None:
-    """A reliability diagram: what it was sure of against how often it was right."""
+    """Draw a reliability diagram: accuracy against confidence."""
     confidence, accuracy = [b.confidence for b in result.bins], [b.accuracy for b in result.bins]
     axis.plot([0.5, 1], [0.5, 1], color="#999999", linewidth=1, linestyle="--", label="perfectly calibrated")
     axis.scatter(confidence, accuracy, s=[20 + 200 * b.pairs / result.pairs for b in result.bins], color="#1f5fa8")
