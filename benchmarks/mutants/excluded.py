@@ -100,7 +100,7 @@ PERFORMANCE = {
     "LOGITS_TILE", "MANY_PROGRAMS", "MIN_KEYS_PER_SPLIT", "HEADS_PER_PROGRAM", "KEYS_PER_PROGRAM", "MAX_LORA_RANK",
     "MAX_PREFETCHED_WEIGHTS", "MIN_CUBLAS_SPLIT_DEPTH", "LONG", "ROUND", "POLL", "PAUSE",
     "GRACE", "TIMEOUT", "INTERVAL", "PERIOD",
-    "BEAT", "WAIT", "START", "ENDING", "PIECE",
+    "BEAT", "WAIT", "START", "ENDING", "PIECE", "PEER_SECONDS", "CHUNK_BYTES", "GRACE_SECONDS", "POLL_SECONDS",
 }  # fmt: skip
 """Constants of modules that decide time or memory alone: sizes of chunks, deadlines, pauses."""
 _BOUNDS = "ascent/core/losses.py::Loss.clipped: self.low is None or self.high is None"

@@ -43,17 +43,17 @@ CONTENTS = (
     ),
     *("<b>&amp;</b>", "call00000", "\ttab", "a" * 300, "\\", "null"),
 )
-"""What environments answer: as it comes, with the texts that the code itself puts into a chat."""
+"""Observations, including the placeholders that the code itself puts into a chat."""
 USER_ONLY = ("cohere", "cohere2", "gemma", "gemma3", "phi3")
-"""Templates that take or show no messages of tools."""
+"""Templates without tool messages."""
 NO_CALLS = ("deepseek_r1_distill", "lfm2", "llama3", "qwen2_5_vl")
-"""Templates that show messages of tools, and no calls: those are words of the turn."""
+"""Templates with tool messages and without calls: calls are part of the content."""
 ONE_CALL = ("gptoss", "llama3_1", "llama3_2")
-"""Templates that take one call in a turn."""
+"""Templates that accept one call per turn."""
 
 
 def conversation(kind: str, turns: int, shift: int, as_text: bool, one: bool) -> list[list[dict[str, Any]]]:
-    """Messages in turns of two: what the assistant said, and what it was answered."""
+    """Return messages in pairs: a turn of the assistant and the messages after it."""
     parts = []
     for turn in range(turns):
         told = [CONTENTS[(shift + turn * 2 + i) % len(CONTENTS)] for i in range(2)]
@@ -210,7 +210,7 @@ def test_added_tokens_of_tools_are_control_tokens() -> None:
 
 
 def test_normalized_spelling_of_a_control_token_yields_no_control_token() -> None:
-    """Where the tokenizer normalizes before it looks for tokens."""
+    """The tokenizer normalizes text before it finds special tokens."""
     from tokenizers import AddedToken, normalizers
 
     tokenizer = chat_tokenizer.__wrapped__("qwen3")

@@ -1,4 +1,4 @@
-"""The tool `python` and the task `code` in a run: state over turns, and what is recorded."""
+"""The tool `python` and the task `code` in a run: variables during an episode, and records."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_sandbox_that_fails_is_no_message_to_the_model(tools: Tools, monkeypat
 @pytest.mark.slow
 @pytest.mark.parametrize("sources", [["python"], ["python", "object:double@1"]])
 def test_episodes_in_processes_share_one_warm_sandbox(sources: list[str]) -> None:
-    """Also beside a function that was given in Python, which is sent to them."""
+    """Also together with a function that is a Python object, which is pickled."""
 
     def double(x: int) -> int:
         return 2 * x

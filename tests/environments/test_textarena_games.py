@@ -37,7 +37,7 @@ class Any(Environment):
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EpisodePool]:
-    """One process for all games: its problem says which one is played."""
+    """One environment process for all games: the problem names the game."""
     file = tmp_path_factory.mktemp("games") / "any.py"
     file.write_text(ANY)
     with closing(EpisodePool(Source(f"python:{file}:Any"), Limits(60.0))) as pool:
@@ -45,7 +45,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EpisodePool]:
 
 
 class Play:
-    """One game, played move by move."""
+    """A game that the test plays move by move."""
 
     def __init__(self, pool: EpisodePool, game: str, shared: int = 1, own: int = 1):
         self.pool = pool

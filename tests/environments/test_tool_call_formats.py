@@ -1,4 +1,4 @@
-"""The formats of tool calls: what each reads, what it says of what it cannot read, and which one a model writes."""
+"""Tool-call formats: parsing, error messages, and the choice of a model's format."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WRITTEN = {
     "qwen3_8": "qwen3-coder",
     "qwen3_instruct_2507": "hermes",
 }
-"""The format that each template writes; the others get the plain one."""
+"""The format of each template; the others get the plain format."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -209,7 +209,7 @@ def test_any_text_gives_calls_or_none_or_an_error(words: str) -> None:
 
 
 def test_parsing_long_text_is_fast() -> None:
-    """Nothing here may be quadratic in what a model writes."""
+    """Parsing must not take quadratic time."""
     import time
 
     start = time.process_time()
@@ -298,7 +298,7 @@ def test_a_template_with_tools_of_its_own_gets_no_instruction() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4moe", "mistral", "gptoss", "lfm2_v2", "cohere"])
 def test_a_turn_of_tokens_is_read_and_answered(name: str) -> None:
-    """From the tokens of a turn to the tokens behind it, in the words of each template."""
+    """Check the way from the tokens of a turn to the tokens of the results, for each template."""
     tokenizer = chat_tokenizer(name)
     chat = ToolChat(tokenizer, schemas_of([calculator]), stop_ids(name, tokenizer))
     call = ToolCall("calculator", {"expression": "6 * 7"})

@@ -1,4 +1,4 @@
-"""Tools are functions: their schemas, what is run, and what a model reads when something goes wrong."""
+"""Tools: schemas of functions, execution of calls, and error messages for the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents that talk to the policy over the run's own endpoint: their episodes are rollouts as any others."""
+"""Training with agents that reach the policy through the run's own endpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Talk = Callable[[httpx.Client, Assignment], Any]
 
 
 class Threads:
-    """An agent that is a function of this process, a thread per episode."""
+    """An agent that is a function in this process, with a thread per episode."""
 
     def __init__(self, talk: Talk):
         self.talk, self.closed = talk, False
@@ -65,7 +65,7 @@ def say(client: httpx.Client, messages: list[Any], **more: Any) -> Any:
 
 
 def two_turns(client: httpx.Client, assignment: Assignment) -> float:
-    """Its reward is the share of letters in what the policy says."""
+    """Talk for two turns; the reward is the fraction of letters in the policy's text."""
     messages = list(assignment.messages)
     messages += [say(client, messages), {"role": "user", "content": f"and {assignment.problem.answer}?"}]
     last = say(client, messages)["content"]
@@ -223,7 +223,7 @@ def test_different_prompts_of_a_group_become_observations_after_their_common_pre
 
 
 def failing(client: httpx.Client, assignment: Assignment) -> Any:
-    """Each of a group goes wrong in another way; the first does not."""
+    """All episodes of a group but the first fail, each in another way."""
     number = PLACES.setdefault(assignment.seed, len(PLACES)) % 6
     if number == 1:
         return AgentResult(error="it died of something")

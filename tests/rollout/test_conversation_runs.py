@@ -1,4 +1,4 @@
-"""Whole runs with environments and agents: failed episodes, limits, rewards, and runs that are killed and resumed."""
+"""Whole runs with environments and agents: failed episodes, limits, rewards, killed and resumed runs."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def base(model: Path, tmp_path: Path) -> dict[str, Any]:
-    """Settings of a small run on the rows, agents and environments of this folder."""
+    """Return settings of a small run with the rows, agents and environments of this folder."""
     (tmp_path / "agents.py").write_text(AGENTS)
     (tmp_path / "environments.py").write_text(ENVIRONMENTS)
     rows = [{"prompt": f"{i}+{i}", "answer": str(2 * i), "own": 4 if i % 2 else None} for i in range(8)]
@@ -105,7 +105,7 @@ def base(model: Path, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The settings that have a serving engine draw."""
+    """Return the settings of a remote engine."""
     from transformers import AutoModelForCausalLM
 
     (
@@ -117,7 +117,7 @@ def engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, A
 
 
 def killed_after(step: int, settings: dict[str, Any], out: Path) -> tuple[ascent.Run, Path]:
-    """A whole run, and what a kill right after the records of a step would have left of it."""
+    """Return a whole run, and the folder that a kill right after the records of a step leaves."""
     left = out.with_name(f"{out.name}-killed")
     for each in ascent.steps(**settings, out=out):
         if each.number == step:
@@ -224,7 +224,7 @@ def drawn_tokens(row: dict[str, Any]) -> int:
 
 
 def played(tmp_path: Path, how: str) -> dict[str, str]:
-    """Conversations that only a limit ends, played by an environment or by an agent."""
+    """Conversations that end only by a limit, with an environment or an agent."""
     if how == "environment":
         return {"environment": f"python:{tmp_path}/environments.py:Endless"}
     return {"agent": f"python:{tmp_path}/agents.py:asks_without_end"}
@@ -236,7 +236,7 @@ def played(tmp_path: Path, how: str) -> dict[str, str]:
 def test_token_limits_of_conversations_count_sampled_tokens(
     base: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest, how: str, served: bool, context: int
 ) -> None:
-    """A context of 112 leaves 16 tokens behind the prompt, fewer than --max-tokens."""
+    """A context of 112 tokens leaves 16 tokens after the prompt, fewer than --max-tokens."""
     settings = base | {"limit_column": "own", "max_tokens": 24, "max_context": context, "turn_tokens": 0, "steps": 1}
     settings |= played(tmp_path, how) | (request.getfixturevalue("engine") if served else {})
     run = ascent.train(**settings | {"prompts": 6, "samples": 2, "eval_every": 9}, out=tmp_path / "run")
@@ -293,7 +293,7 @@ def test_overlong_shaping_counts_sampled_tokens_with_different_prompts_in_a_grou
 
 
 class Constant:
-    """A process reward that gives every step the same score, and keeps what it was asked."""
+    """A process reward that gives every step the same score and records its inputs."""
 
     separator = "\n"
 
@@ -307,7 +307,7 @@ class Constant:
 
 @pytest.fixture
 def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Constant:
-    """What stands for the process reward of a run."""
+    """Replace the process reward of a run."""
     from ascent.build import reward_loading
 
     (tmp_path / "run-of-it" / "checkpoints" / "step_000001").mkdir(parents=True)
@@ -332,7 +332,7 @@ def test_agent_reward_counts_once_with_process_rewards(
 def test_process_rewards_score_turns_after_their_history(
     base: dict[str, Any], process: Constant, tmp_path: Path, how: str
 ) -> None:
-    """Each turn is asked about by itself, with the turns and observations before it as messages."""
+    """Each turn is scored separately, with the turns and observations before it as messages."""
     process.score = 0.5
     settings = base | {"reward": ["own", f"process-score:{tmp_path}/run-of-it"], "steps": 1, "eval_every": 9}
     settings |= {"environment": f"python:{tmp_path}/environments.py:ThreeTurns", "max_tokens": 32}

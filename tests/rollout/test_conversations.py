@@ -1,4 +1,4 @@
-"""Conversations of language models: environments and tools in processes of their own."""
+"""Conversations of language models with environments and tools in separate processes."""
 
 from __future__ import annotations
 
@@ -137,12 +137,12 @@ def play(place: Path, model: Any, world: str, samples: int = 4, prompts: int = 3
 
 @pytest.fixture(scope="module")
 def talk(place: Path, model: Any) -> tuple[Any, Any]:
-    """Three prompts with four responses each, in the world that never fails."""
+    """Three prompts with four responses each, in an environment that does not fail."""
     return play(place, model, "Talk")
 
 
 def said(model: Any, batch: Any, p: int, s: int) -> list[str]:
-    """The observations of a response, in words with their special tokens."""
+    """Return the observations of a response as text with special tokens."""
     observed = batch.present[p, s] & ~batch.mask[p, s]
     turn = batch.turn[p, s]
     return [
@@ -211,7 +211,7 @@ def row_of(batch: Any, p: int, s: int) -> dict[str, Any]:
 
 
 def test_suffix_equals_the_template_and_sampled_tokens_are_unchanged(talk: Any, model: Any) -> None:
-    """Turn by turn: drawn tokens, the end token where the turn was cut off, and the template's words around."""
+    """Check each turn: sampled tokens, the stop token of truncated turns, and the template's text around them."""
     (batch, _), _ = talk
     for p in range(3):
         for s in range(4):
@@ -252,7 +252,7 @@ def test_an_environment_that_fails_makes_its_response_invalid_with_the_reason(
 
 @pytest.fixture(scope="module")
 def small(place: Path, model: Any) -> tuple[Any, Any]:
-    """Eight prompts without answers, in a world that cannot begin with some of them."""
+    """Eight prompts without answers, in an environment that cannot begin with some of them."""
     rows = [{"prompt": f"{a} and {b}?"} for a in range(6) for b in range(4)]
     (place / "open.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return play(place, model, "Small", 1, 8, source=str(place / "open.jsonl"), turn_tokens=2)
@@ -269,7 +269,7 @@ def test_a_problem_that_an_environment_cannot_begin_with_fails_alone(small: Any)
 
 
 def test_full_reward_is_correct_without_a_reference_answer(small: Any) -> None:
-    """Games have no answers: one that was won is right."""
+    """Games have no reference answers: a won game is correct."""
     (batch, _), bound = small
     won = [bound.question(batch, p).words > "4" for p in range(8)]
     assert 0 < sum(won) < 8
@@ -289,7 +289,7 @@ def test_environment_that_never_begins_stops_the_run(place: Path, tmp_path: Path
 
 
 def decided(bits: dict[str, Any]) -> dict[str, Any]:
-    """Without what depends on who answers first: the last bits of the sampler's log-probs, and who ran beside whom."""
+    """Remove what depends on the order of replies: the last bits of log-probs, and the composition of batches."""
     free = ("logp_sampler", "sampling/", "time/")
 
     def settled(value: Any) -> Any:
@@ -354,7 +354,7 @@ def test_the_last_turn_is_graded(talk: Any) -> None:
 
 
 def test_an_environment_and_tools_are_objects_in_python(place: Path, tmp_path: Path) -> None:
-    """A class and a function that lie in no file: sent to the processes, never read from the run folder."""
+    """A class and a function without a file are pickled for the processes and never read from the run folder."""
     how: dict[str, Any] = {"model": str(place / "tiny"), "preflight": False, "steps": 1, "prompts": 2, "samples": 2}
     how |= {
         "eval_prompts": 2,
@@ -513,7 +513,7 @@ def test_impossible_conversation_settings_are_refused(place: Path, settings: dic
 
 
 def scripted(tokenizer: Any, script: list[int], stops: list[int]) -> LanguageModel:
-    """A model that writes these tokens, each once, behind whatever stands before the first."""
+    """Return a model that generates these tokens in order, whatever the prompt is."""
     import transformers
 
     size = len(tokenizer)
@@ -538,7 +538,7 @@ def scripted(tokenizer: Any, script: list[int], stops: list[int]) -> LanguageMod
 
 
 class Echo(ascent.Environment):
-    """Three turns; it says what it was told, and counts."""
+    """An environment of three turns that repeats the action with the number of the turn."""
 
     turns = 0
 
@@ -552,7 +552,7 @@ class Echo(ascent.Environment):
     [*((name, "bytes") for name in ("qwen3", "gemma3", "mistral", "gptoss", "glm4moe")), ("phi3", "spaces")],
 )
 def test_sampled_tokens_are_not_encoded_again(name: str, kind: str) -> None:
-    """Letter by letter, and half a character: what is written again from its words has other tokens."""
+    """Single characters and incomplete ones: encoding the decoded text gives other tokens."""
     tokenizer = chat_tokenizer(name, kind)
     stops = stop_ids(name, tokenizer)
     half = "Ã" if kind == "bytes" else "<0xC3>"

@@ -1,4 +1,4 @@
-"""Responses are scored while others are still being drawn; what comes out is what it would be without that."""
+"""Scoring of finished responses while others are still sampled, which does not change the results."""
 
 from __future__ import annotations
 
