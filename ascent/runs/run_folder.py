@@ -3,7 +3,7 @@
 run.json       status, result, versions; replaced atomically
 config.json    every resolved setting, with a description of the objective
 metrics.jsonl  one line per step      updates.jsonl  one line per optimizer update
-events.jsonl   alerts, notes, errors      lanes.jsonl    one line per step: how many responses were decoded at once
+events.jsonl   alerts, notes, errors      occupancy.jsonl    one line per step: how many responses were decoded at once
 rollouts/      sampled responses, one Parquet file per step
 held_out/      greedy answers to held-out prompts, one Parquet file per evaluation
 checkpoints/   step_000100/…          .lock          held while a process writes here
@@ -34,7 +34,7 @@ from typing import IO, Any
 from ascent.core.errors import ConfigError
 from ascent.runs.untrusted_files import open_regular, read_json
 
-JSONL_FILES = ("metrics.jsonl", "updates.jsonl", "events.jsonl", "lanes.jsonl")
+JSONL_FILES = ("metrics.jsonl", "updates.jsonl", "events.jsonl", "occupancy.jsonl")
 STEP_FOLDERS = ("rollouts", "held_out")
 """Folders with one file per step."""
 HEARTBEAT_FILE, HEARTBEAT_FILE_ASIDE = ".alive", ".alive.new"

@@ -128,7 +128,7 @@ class RunWriter:
         if not seen.spans:
             return {}
         times = {"time/seconds": seen.seconds, "time/tail": seen.tail_seconds, "time/running": seen.mean_running()}
-        self._line("lanes.jsonl", {"step": step, "lanes": seen.capacity, **times})
+        self._line("occupancy.jsonl", {"step": step, "max_num_seqs": seen.capacity, **times})
         return {"time/tail": seen.tail_seconds}
 
     def is_best(self) -> bool:

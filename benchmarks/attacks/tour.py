@@ -32,7 +32,7 @@ ROUTES: dict[str, tuple[str, ...]] = {
     "/api/view/spark": ("?id=bad&id=good",),
     "/api/view/run": ("?id=bad",),
     "/api/view/curves": ("?id=bad", "?id=bad&points=2&from=0&to=1"),
-    "/api/view/lanes": ("?id=bad", "?id=bad&step=1"),
+    "/api/view/occupancy": ("?id=bad", "?id=bad&step=1"),
     "/api/view/completions": ("?id=bad", "?id=bad&step=2", "?id=bad&set=held-out"),
     "/api/view/tokens": ("?id=bad&step=1&group=0", "?id=bad&step=3&group=1&set=held-out"),
     "/api/view/prompts": ("?id=bad",),

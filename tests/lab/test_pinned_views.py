@@ -44,7 +44,7 @@ QUERIES = (
     "/api/view/compare?id=grpo-1&id=grpo-3&id=ppo",
     "/api/view/compare?id=grpo-1&id=guess&metric=reward",
     *(f"/api/view/compare.csv?id=grpo-1&id=grpo-3&id=ppo&table={table}" for table in ("finals", "settings", "x")),
-    *("/api/runs/grpo-1/responses?step=2", "/api/runs/guess/responses", "/api/view/lanes?id=guess"),
+    *("/api/runs/grpo-1/responses?step=2", "/api/runs/guess/responses", "/api/view/occupancy?id=guess"),
     *("/api/view/run?id=none", "/api/view/tokens?id=grpo-1&step=1&group=0", "/api/view/curves?id=grpo-1&points=x"),
 )
 COMMANDS = (

@@ -21,7 +21,7 @@ from starlette.testclient import TestClient
 import ascent
 from ascent.core.errors import ConfigError
 from ascent.lab.curves import ColumnCache, curves, measured_metrics, spark
-from ascent.lab.pages.run.page import lanes_at, run_page
+from ascent.lab.pages.run.page import occupancy_at, run_page
 from ascent.lab.pages.runs.page import read_note, run_row, run_row_or_reason, write_note
 from ascent.lab.server import application
 from ascent.runs import metric_columns
@@ -203,7 +203,7 @@ def test_the_library_forgets_what_was_asked_for_longest_ago(tmp_path: Path, monk
         written(folder / "metrics.jsonl", walk(300))
         with column_cache.columns(RunEntry(str(i), folder, "ascent")) as found:
             assert found.lines == 300
-    assert 1 <= len(column_cache._kept) < 12 and tmp_path / "11" in column_cache._kept
+    assert 1 <= len(column_cache._cached) < 12 and tmp_path / "11" in column_cache._cached
 
 
 def test_a_sparkline_is_of_the_first_metric_with_a_curve(tmp_path: Path) -> None:
@@ -441,24 +441,23 @@ def test_a_note_in_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypa
 
 
 def test_responses_decoded_at_once_are_those_of_the_step_or_the_last_before_it(tmp_path: Path) -> None:
-    assert lanes_at(tmp_path, None) == {}
-    good = {"lanes": 8, "time/seconds": 4.0, "time/tail": 1.5, "time/running": [8, 3.25]}
+    assert occupancy_at(tmp_path, None) == {}
+    good = {"max_num_seqs": 8, "time/seconds": 4.0, "time/tail": 1.5, "time/running": [8, 3.25]}
     lines = [good | {"step": 0}, good | {"step": 2, "time/tail": 2.5}, good | {"step": 3, "time/running": [1, "x"]}]
     odd = [
         [],
         {"step": 4},
         good | {"step": "5"},
         good | {"step": 6, "time/seconds": 0},
-        good | {"step": 7, "lanes": -1},
+        good | {"step": 7, "max_num_seqs": -1},
     ]
     odd += [good | {"step": 8, "time/running": running} for running in ("12", {"0": 1}, None, [math.nan], [1e300])]
     text = "\n".join([json.dumps(line) for line in lines + odd]) + '\nnonsense\n{"step": 9'
-    (tmp_path / "lanes.jsonl").write_text(text)
-    first = {"step": 0, "lanes": 8, "seconds": 4.0, "tail": 1.5, "running": [8, 3.25]}
-    assert lanes_at(tmp_path, 0) == lanes_at(tmp_path, 1) == first
-    assert (
-        lanes_at(tmp_path, 2) == lanes_at(tmp_path, 9) == lanes_at(tmp_path, None) == first | {"step": 2, "tail": 2.5}
-    )
+    (tmp_path / "occupancy.jsonl").write_text(text)
+    first = {"step": 0, "max_num_seqs": 8, "seconds": 4.0, "tail": 1.5, "running": [8, 3.25]}
+    assert occupancy_at(tmp_path, 0) == occupancy_at(tmp_path, 1) == first
+    last = first | {"step": 2, "tail": 2.5}
+    assert occupancy_at(tmp_path, 2) == occupancy_at(tmp_path, 9) == occupancy_at(tmp_path, None) == last
 
 
 # ---- the routes ----
@@ -493,7 +492,8 @@ def test_the_routes_answer_as_the_functions_do(client: TestClient, root: Path) -
 @pytest.mark.parametrize(
     "query",
     [
-        *("run", "run?id=missing", "run?id=../x", "curves", "lanes", "lanes?id=plain&step=x", "lanes?id=../x"),
+        *("run", "run?id=missing", "run?id=../x", "curves"),
+        *("occupancy", "occupancy?id=plain&step=x", "occupancy?id=../x"),
         *(
             "curves?id=plain&from=x",
             "curves?id=plain&to=nan",

@@ -71,12 +71,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     changed(evil / "config.json", objective=f"objective {EVIL}", policy={"name": EVIL, EVIL: 1})
     changed(evil / "run.json", task={"a": EVIL}, label=EVIL)
     changed(root / "live" / "run.json", status="running", steps=40)
-    shutil.copytree(root / "known", root / "lanes")
-    write_lines(root / "lanes", [line | {"time/tail": 0.5 * line["step"]} for line in lines])
+    shutil.copytree(root / "known", root / "occupancy")
+    write_lines(root / "occupancy", [line | {"time/tail": 0.5 * line["step"]} for line in lines])
     rows = [512 if i < 20 else round(512 * 0.7 ** (i - 19), 2) for i in range(32)]
     times = [{"time/seconds": 40.0 + i, "time/tail": 0.5 * i, "time/running": rows} for i in range(12)]
-    steps = [{"step": i, "lanes": 512, **time} for i, time in enumerate(times)]
-    (root / "lanes" / "lanes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+    steps = [{"step": i, "max_num_seqs": 512, **time} for i, time in enumerate(times)]
+    (root / "occupancy" / "occupancy.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
     return root
 
 
@@ -324,12 +324,12 @@ def test_one_cursor_for_all_charts_and_a_click_opens_the_completions(screen: Scr
 
 
 def test_responses_decoded_at_once_are_drawn_over_the_time_of_a_step(screen: Screen) -> None:
-    opened(screen, "/run?id=lanes")
+    opened(screen, "/run?id=occupancy")
     chart = screen.page.locator("[data-chart=running]")
     until(lambda: chart.count() == 1)
     chart.scroll_into_view_if_needed()
     until(lambda: "over the seconds of step 11" in chart.inner_text() and "tail: 5.5 of 51 s" in chart.inner_text())
-    until(lambda: says(screen, "running") == {"running": "7.09", "half of the lanes": "256"})
+    until(lambda: says(screen, "running") == {"running": "7.09", "half of the maximum": "256"})
     assert says(screen, "time")["tail of generate"] == "5.5"
     plot = screen.page.locator("[data-chart=accuracy] .plot")
     plot.focus()

@@ -296,7 +296,7 @@ def decided(bits: dict[str, Any]) -> dict[str, Any]:
         rows = isinstance(value, list) and all(isinstance(row, dict) for row in value)
         return [{k: v for k, v in row.items() if not k.startswith(free)} for row in value] if rows else value
 
-    return {name: settled(value) for name, value in bits.items() if name != "lanes.jsonl"}
+    return {name: settled(value) for name, value in bits.items() if name != "occupancy.jsonl"}
 
 
 @pytest.mark.smoke

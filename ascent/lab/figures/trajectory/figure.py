@@ -1,13 +1,13 @@
-"""Figure 1: one generation as a trajectory, its reward, and the advantage of each token.
+r"""Figure 1: one generation as a trajectory, its reward, and the advantage of each token.
 
 The policies are transformers of about 3,600 parameters. One has half learned to sort four numbers (sorter.safetensors):
 
-    ascent train sort --length 4 --numbers 5 --policy.width 16 --policy.layers 1 --policy.heads 2 \\
+    ascent train sort --length 4 --numbers 5 --policy.width 16 --policy.layers 1 --policy.heads 2 \
         --steps 90 --lr 0.006 --threads 1
 
 The other one has begun to sort three numbers by two swaps, where an environment answers turns (swapper.safetensors):
 
-    ascent train swaps --turns 2 --policy.width 16 --policy.layers 1 --policy.heads 2 \\
+    ascent train swaps --turns 2 --policy.width 16 --policy.layers 1 --policy.heads 2 \
         --steps 16 --lr 0.006 --threads 1
 """
 

@@ -248,9 +248,9 @@ def _short(text: str) -> str:
 
 
 def setting_groups(runs: Sequence[Side]) -> dict[str, list[Side]]:
-    """Runs that are the same but for their seed, under what sets them apart: update.lr 0.01, loss.high 0.28, …
+    """Group the runs that differ only in their seed, by a name such as "update.lr 0.01, loss.high 0.28".
 
-    A run with the setting and the seed of another is no further seed: it is in a group of its own.
+    A run with the same settings and seed as another one is a separate group.
     """
     firsts: dict[str, Side] = {}
     for run in runs:

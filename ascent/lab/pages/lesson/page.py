@@ -1,11 +1,11 @@
-"""A lesson with its figure beside it, in the state that the address names.
+r"""A lesson with its figure beside it, in the state that the address names.
 
 A lesson is Markdown with formulas in LaTeX. Numbers in its text are bound to the figure; links set the figure's state.
 
 ---
 title: The clip            figure: clip            state: A=0.5&ratio=1.35       (one a line)
 ---
-The objective is {{objective}}, at $\\rho = {{ratio}}$. [Put the ratio at 0.65](figure:A=-0.5&ratio=0.65).
+The objective is {{objective}}, at $\rho = {{ratio}}$. [Put the ratio at 0.65](figure:A=-0.5&ratio=0.65).
 > **Predict.** What happens to the gradient?  [See](figure:!A=-0.5&ratio=0.65)
 """
 

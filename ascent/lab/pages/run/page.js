@@ -178,19 +178,19 @@ class Running extends Component {
 
   ask(step) {
     return attempt(this, async () => {
-      const { running, ...found } = await get("/api/view/lanes", { id: this.props.id, step: step == null ? null : Math.round(step) });
+      const { running, ...found } = await get("/api/view/occupancy", { id: this.props.id, step: step == null ? null : Math.round(step) });
       if (!running?.length) return;
       const wide = found.seconds / running.length;
       const line = (label, colour, x, y) => ({ label, colour, x: filled(x), y: filled(y), low: null, high: null, bucket: wide, odd: [], gap: Infinity });
-      const lines = [line("running", 0, running.map((_, i) => (i + 0.5) * wide), running), line("half of the lanes", 7, [0, found.seconds], [found.lanes / 2, found.lanes / 2])];
+      const lines = [line("running", 0, running.map((_, i) => (i + 0.5) * wide), running), line("half of the maximum", 7, [0, found.seconds], [found.max_num_seqs / 2, found.max_num_seqs / 2])];
       this.setState({ ...found, lines, range: [0, found.seconds], grain: Math.min(1, 10 ** Math.floor(Math.log10(wide))) });
     });
   }
 
-  render(_, { step, lanes, seconds, tail, lines, range, grain }) {
+  render(_, { step, max_num_seqs, seconds, tail, lines, range, grain }) {
     if (step == null) return null;
-    return html`<${Chart} name="running" title="Responses decoded at once" unit=${`over the seconds of step ${num(step)}`} axis="second" lines=${lines} range=${range} y=${[0, 1.05 * lanes]} grain=${grain} cursor=${this.own}
-      note=${`tail: ${num(tail)} of ${num(seconds)} s, with fewer than half of ${num(lanes)} lanes busy`} />`;
+    return html`<${Chart} name="running" title="Responses decoded at once" unit=${`over the seconds of step ${num(step)}`} axis="second" lines=${lines} range=${range} y=${[0, 1.05 * max_num_seqs]} grain=${grain} cursor=${this.own}
+      note=${`tail: ${num(tail)} of ${num(seconds)} s, with fewer than half of ${num(max_num_seqs)} sequences running`} />`;
   }
 }
 

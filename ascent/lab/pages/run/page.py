@@ -34,23 +34,25 @@ def routes(lab: Lab) -> list[BaseRoute]:
         Route("/run", viewer_page(lab, "run", "A run")),
         Route("/api/view/run", json_route(lambda request: run_page(lab.place(request), lab.column_cache))),
         Route("/api/view/curves", json_route(drawn)),
-        Route("/api/view/lanes", json_route(lambda r: lanes_at(lab.place(r).folder, integer_param(r, "step")))),
+        Route("/api/view/occupancy", json_route(lambda r: occupancy_at(lab.place(r).folder, integer_param(r, "step")))),
     ]
 
 
-def lanes_at(folder: Path, step: int | None) -> dict[str, Any]:
+def occupancy_at(folder: Path, step: int | None) -> dict[str, Any]:
     """Return the number of responses decoded at once over time, in this step or the last one before it with data."""
     try:
-        lines = read_regular(folder / "lanes.jsonl").split(b"\n")[:-1]
+        lines = read_regular(folder / "occupancy.jsonl").split(b"\n")[:-1]
     except OSError:
         return {}
     for line in reversed(lines):
         with suppress(ValueError, TypeError, KeyError):
             found = parse_json(line)
             running = found["time/running"][:MOST_SLICES]
-            keys = {"step": "step", "lanes": "lanes", "seconds": "time/seconds", "tail": "time/tail"}
+            keys = {"step": "step", "max_num_seqs": "max_num_seqs", "seconds": "time/seconds", "tail": "time/tail"}
             values = {name: finite_number(found[key]) for name, key in keys.items()}
-            if None in (*values.values(), *map(finite_number, running)) or min(values["lanes"], values["seconds"]) <= 0:
+            if None in (*values.values(), *map(finite_number, running)):
+                continue
+            if min(values["max_num_seqs"], values["seconds"]) <= 0:
                 continue
             if step is None or values["step"] <= step:
                 return values | {"running": running}
