@@ -1,4 +1,4 @@
-"""Which walls the tests can try here. Debian's bubblewrap is installed by `make sandbox`."""
+"""The kinds of isolation that the tests can try here. Debian's bubblewrap is installed by `make sandbox`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MISSING_WALLS = (NO_BUBBLEWRAP, FORBIDDEN, NO_LANDLOCK)
 
 
 def need_isolation(kind: str) -> str:
-    """The test is left out where these walls cannot be. Where CI=true, bubblewrap has to be installed."""
+    """Skip the test if this isolation does not work here. If CI=true, bubblewrap has to be installed."""
     if kind == "bubblewrap" and shutil.which("bwrap") is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(NO_BUBBLEWRAP)
     if kind == "bubblewrap" and (trouble := isolation.bubblewrap_error()):

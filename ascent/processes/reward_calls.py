@@ -38,7 +38,7 @@ SINGLE_FORM, GROUP_FORM, TRL_FORM = (
 class RewardJob(NamedTuple):
     """One reward to compute."""
 
-    grader: int
+    reward_index: int
     prompt: Any
     response: Any
     """Text, or a list of numbers."""

@@ -1,4 +1,4 @@
-"""Python files of the user, each read once: what is hashed is what runs."""
+"""Python files of the user. Each is read once, so the code that is hashed is the code that runs."""
 
 import functools
 import importlib
@@ -10,11 +10,11 @@ from types import ModuleType
 from typing import Any
 
 CODE: dict[Path, bytes] = {}
-"""Code files by their whole paths, each read once: what is hashed is what is run, also in the processes of rewards."""
+"""Contents of code files by absolute path. Worker processes receive it, so they run the same code."""
 
 
 def read_code(path: Path) -> bytes:
-    """The bytes of a code file, read again only after `CODE` is cleared, as where a user names files for a new run."""
+    """Return the bytes of a code file. It is read again only after `CODE` is cleared, for a new run."""
     path = path.resolve()
     if path not in CODE:
         CODE[path] = path.read_bytes()
@@ -27,7 +27,7 @@ def run_file(path: Path) -> ModuleType:
 
 @functools.lru_cache
 def _run_code(path: Path, code: bytes) -> ModuleType:
-    """The module of a file, run once for each text that it had, so that its classes stay the same."""
+    """Return the module of a file, run once per content, so that its classes stay the same."""
     spec = importlib.util.spec_from_file_location(f"ascent_user_{path.stem}_{hash(path):x}", path)
     assert spec is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -36,7 +36,7 @@ def _run_code(path: Path, code: bytes) -> ModuleType:
 
 
 def load_code(source: str, sent: bytes | None = None) -> Any:
-    """The object of python:FILE:NAME or MODULE:NAME, or what the parent process sent."""
+    """Return the object of python:FILE:NAME or MODULE:NAME, or the one that the owner sent."""
     if sent is not None:
         return pickle.loads(sent)
     where, name = source.removeprefix("python:").rsplit(":", 1)

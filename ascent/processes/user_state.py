@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 LOCK_SECONDS = 60.0
-"""How long to wait for a file that another process has locked."""
+"""Time limit of waiting for a file that another process has locked."""
 
 
 def lock_file(file: IO[Any]) -> None:
@@ -26,16 +26,16 @@ def lock_file(file: IO[Any]) -> None:
 
 
 def state_folder(name: str) -> Path:
-    """Where a part of Ascent keeps its state. OSError unless it belongs to this user, and nobody else can enter it."""
-    told = Path(os.environ.get("XDG_STATE_HOME", ""))
-    folder = (told if told.is_absolute() else Path.home() / ".local" / "state") / "ascent" / name
+    """Return the folder for the state of a part of Ascent. OSError unless it belongs to this user only."""
+    configured = Path(os.environ.get("XDG_STATE_HOME", ""))
+    folder = (configured if configured.is_absolute() else Path.home() / ".local" / "state") / "ascent" / name
     folder.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for made in (folder.parent, folder):
+    for path in (folder.parent, folder):
         with suppress(FileExistsError):
-            made.mkdir(mode=0o700)
-        about = made.lstat()
-        if not (stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()):
-            raise PermissionError(f"{made} is not a folder of yours")
+            path.mkdir(mode=0o700)
+        status = path.lstat()
+        if not (stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()):
+            raise PermissionError(f"{path} is not a folder of yours")
     if stat.S_IMODE(folder.stat().st_mode) & 0o077:
         folder.chmod(0o700)
     return folder

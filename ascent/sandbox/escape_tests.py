@@ -60,8 +60,8 @@ class EscapeTest(NamedTuple):
 
 def _escape_tests() -> Iterator[EscapeTest]:
     """Yield every escape test, by kind."""
-    for kind, attempts in ESCAPE_CODE.items():
-        for name, code in attempts.items():
+    for kind, tests in ESCAPE_CODE.items():
+        for name, code in tests.items():
             yield EscapeTest(kind, name, code)
 
 
@@ -127,25 +127,25 @@ ESCAPE_CODE: dict[str, dict[str, str]] = {
         "become a program": "call('execve', b'/bin/true', 0, 0)",
         "a program with set-user-id": "import subprocess; got(subprocess.run(['su', '--version']))",
         "a fork bomb": "pids = [os.fork() or os._exit(0) for _ in range(100)]; got(len(pids))",
-        "a daemon": "os.fork() or os.setsid() and os._exit(0); got('a session of its own')",
+        "a daemon": "os.fork() or os.setsid() and os._exit(0); got('a new session')",
         "a process by clone": "call('clone', 17, 0, 0, 0, 0)",
         "a process by clone3": "call('clone3', struct.pack('8Q', 0, 0, 0, 0, 17, 0, 0, 0), 64)",
         "ptrace the parent": "call('ptrace', 0x4206, HOST['pid'], 0, 0)",
-        "ptrace the warm process": "call('ptrace', 0x4206, os.getppid(), 0, 0)",
+        "ptrace the fork server": "call('ptrace', 0x4206, os.getppid(), 0, 0)",
         "read the parent's memory": "call('process_vm_readv', HOST['pid'], 0, 0, 0, 0, 0)",
-        "write the warm process's memory": "call('process_vm_writev', os.getppid(), 0, 0, 0, 0, 0)",
+        "write the fork server's memory": "call('process_vm_writev', os.getppid(), 0, 0, 0, 0, 0)",
         "signal the parent": "os.kill(HOST['pid'], 0); got('signalled')",
-        "signal the warm process": "os.kill(os.getppid(), 0); got('signalled')",
+        "signal the fork server": "os.kill(os.getppid(), 0); got('signalled')",
         "signal everybody": "os.kill(-1, 0); got('signalled')",
-        "signal the warm process's group": "os.killpg(os.getpgid(os.getppid()), 0); got('signalled')",
+        "signal the fork server's group": "os.killpg(os.getpgid(os.getppid()), 0); got('signalled')",
         "a file of the parent": "call('pidfd_open', HOST['pid'], 0); call('pidfd_getfd', 3, 0, 0)",
         "limits of the parent": "call('prlimit64', HOST['pid'], 7, 0, 0)",
-        "limits of the warm process": "call('prlimit64', os.getppid(), 7, 0, 0)",
+        "limits of the fork server": "call('prlimit64', os.getppid(), 7, 0, 0)",
         "processors of the parent": "call('sched_setaffinity', HOST['pid'], 8, struct.pack('Q', 1))",
         "priority of others": "call('setpriority', 2, 0, 0)",
         "signals by a file's owner": "import fcntl; a, b = socket.socketpair(); "
         "fcntl.fcntl(a, fcntl.F_SETOWN, HOST['pid']); got('owned')",
-        "outlive the warm process": "libc.prctl(1, 0, 0, 0, 0) or got('no signal at its end')",
+        "outlive the fork server": "libc.prctl(1, 0, 0, 0, 0) or got('no signal at its end')",
         "become readable to others": "libc.prctl(4, 1, 0, 0, 0) or got('dumpable')",
         "compare processes": "call('kcmp', os.getpid(), HOST['pid'], 0, 0, 0)",
         "memory hints for others": "call('process_madvise', 3, 0, 0, 0, 0)",
@@ -182,7 +182,7 @@ ESCAPE_CODE: dict[str, dict[str, str]] = {
         "the terminal": "opened('/dev/tty', os.O_RDWR)",
         "a new terminal": "got(os.openpty())",
         "terminals of others": "got(os.listdir('/dev/pts'))",
-        "type for somebody": "import fcntl; fcntl.ioctl(0, 0x5412, b'x'); got('typed')",
+        "type for another process": "import fcntl; fcntl.ioctl(0, 0x5412, b'x'); got('typed')",
     },
     "limits": {
         "raise them": "import resource; resource.setrlimit(resource.RLIMIT_CPU, (600, 600)); got('raised')",

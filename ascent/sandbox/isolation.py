@@ -113,7 +113,7 @@ def bubblewrap_error() -> str:
 
 
 PYTHON_FLAGS = ("-P", "-s", "-S", "-B")
-"""Python flags: no path and no start-up file that somebody could have changed, and no bytecode is written."""
+"""Python flags: no path and no start-up file that could have been changed, and no bytecode is written."""
 SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
 LIBRARY_FOLDERS = ("/usr/local/lib", os.path.join(sys.base_prefix, "lib"))
 """Folders in which only shared libraries can be read."""

@@ -112,9 +112,9 @@ class Odd(Environment):
         subprocess.Popen(["sh", "-c", "setsid sleep 60 & setsid sleep 60 &"])
         return Step("three")
 
-    def kill_warm(self):
-        keeper = open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()
-        os.kill(int(keeper[1]), 9)
+    def kill_fork_server(self):
+        supervisor = open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()
+        os.kill(int(supervisor[1]), 9)
         return Step("killed")
 
     def close(self):
@@ -135,7 +135,7 @@ class Odd(Environment):
         "broken words": lambda self: (_ for _ in ()).throw(Broken()),
         "interrupt": lambda self: (_ for _ in ()).throw(KeyboardInterrupt()),
         "close every file": lambda self: os.closerange(0, 4096) or Step("closed"),
-        "kill its keeper": lambda self: os.kill(os.getppid(), 9) or time.sleep(60),
+        "kill its supervisor": lambda self: os.kill(os.getppid(), 9) or time.sleep(60),
         "shut its socket": lambda self: everywhere(shut) or time.sleep(60),
         "a fork bomb": lambda self: bomb(6, False),
         "speak out of turn": lambda self: self.speak(FORGED) or Step("honest"),
@@ -168,7 +168,7 @@ class Odd(Environment):
         "modules": lambda self: Step(str("torch" in sys.modules)),
         "process": lambda self: Step(str(os.getpid())),
         "daemons": daemons,
-        "kill the warm process": kill_warm,
+        "kill the fork server": kill_fork_server,
     }
 
 
@@ -201,7 +201,7 @@ BAD = {
     "broken words": "^Broken, and RuntimeError",
     "interrupt": "^KeyboardInterrupt",
     "close every file": "^its environment ended its process: exit status 1$",
-    "kill its keeper": "^its environment ended its process",
+    "kill its supervisor": "^its environment ended its process",
     "shut its socket": "^its environment ended its process",
     "a fork bomb": LATE,
     "speak out of turn": "an answer that is not the one to this turn",
@@ -354,7 +354,7 @@ def test_a_step_that_does_odd_things_and_yet_is_one(act: str, attacks: dict[str,
 
 @pytest.mark.long
 def test_what_failed_or_ended_leaves_no_process(attacks: dict[str, Reply], pool: EpisodePool) -> None:
-    """The warm process and its keeper alone are left."""
+    """Only the fork server and its supervisor are left."""
     assert soon(lambda: len(marked()) == 2), marked()
     assert not pool.episodes and not pool.active
 
@@ -395,7 +395,7 @@ def played(pool: Any, together: bool, count: int = 10) -> dict[tuple[int, int], 
 
 @pytest.mark.long
 def test_answers_in_any_order_and_at_any_speed_are_the_same(pool: EpisodePool, odd: str) -> None:
-    """Another warm process too: its sets have the same order."""
+    """Also with another fork server: its sets have the same order."""
     one = played(pool, together=False)
     with closing(EpisodePool(Source(odd.replace("Odd", "Slow")), LIMITS, max_active=3)) as slow:
         assert played(slow, together=True) == one
@@ -417,7 +417,7 @@ def test_three_hundred_episodes_at_once_have_a_process_and_one_file_each(pool: E
     assert soon(lambda: all(gone(int(pid)) for pid in pids))
 
 
-def test_calls_beyond_the_most_wait_and_parked_episodes_hold_nobody_up(pool: EpisodePool) -> None:
+def test_calls_beyond_the_limit_wait_and_idle_episodes_block_none(pool: EpisodePool) -> None:
     pool.max_active = 2
     begun(pool, 5)  # all are alive and none is asked anything
     for episode in range(5):
@@ -455,7 +455,7 @@ def test_what_an_episode_started_ends_with_it_and_its_environment_may_close(
     pool: EpisodePool, odd: str, tmp_path: Path
 ) -> None:
     begun(pool, 1)
-    assert soon(lambda: len(marked()) == 4), "the warm process, the episode, and a keeper for each"
+    assert soon(lambda: len(marked()) == 4), "the fork server, the episode, and a supervisor for each"
     pool.step(0, "daemons")
     assert heard(pool, 1)[0].step == Step("three")
     assert soon(lambda: len(marked()) == 7)
@@ -482,10 +482,10 @@ def test_calls_that_nobody_can_answer(pool: EpisodePool, odd: str) -> None:
     pool.end(0)
 
 
-def test_one_warm_process_that_dies_is_started_anew_and_episodes_go_on(pool: EpisodePool) -> None:
+def test_a_fork_server_that_dies_is_restarted_and_episodes_continue(pool: EpisodePool) -> None:
     begun(pool, 3)
     first = pool.server
-    for episode, action in enumerate(("kill the warm process", "go", "go")):
+    for episode, action in enumerate(("kill the fork server", "go", "go")):
         pool.step(episode, action)
     assert heard(pool, 3)[0].step == Step("killed")
     assert soon(lambda: pool.wait_for_replies(0.0) == [] and pool.server is None)
@@ -501,7 +501,7 @@ def test_one_warm_process_that_dies_is_started_anew_and_episodes_go_on(pool: Epi
 
 
 @pytest.mark.long
-def test_a_warm_process_that_keeps_dying_is_an_error_for_all_that_wait(odd: str, tmp_path: Path) -> None:
+def test_a_fork_server_that_keeps_dying_is_an_error_for_all_that_wait(odd: str, tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
     (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
     (tmp_path / "threads.py").write_text("import threading\nthreading.Timer(60, print).start()\nE = object\n")
@@ -578,7 +578,7 @@ def test_a_closed_pool_leaves_nothing_though_everything_hangs_and_starts_again(o
         pool.begin(6, Problem("p"), 7, 6)
         (kept,) = pool.servers
         pool.close()
-        assert kept.process.returncode == 0, "its keeper was done within its time, and nobody had to kill it"
+        assert kept.process.returncode == 0, "its supervisor was done within its time, and nobody had to kill it"
         assert set(marked()) <= set(before)
         assert pool.wait_for_replies(0.0) == []
         assert begun(pool, 1)[0].error is None
@@ -614,7 +614,7 @@ def test_a_forgotten_pool_leaves_no_process_and_one_that_a_fork_forgets_all(odd:
     os.waitpid(fork, 0)
 
 
-def test_a_fork_of_the_trainer_has_no_say_over_them(pool: EpisodePool) -> None:
+def test_a_fork_of_the_trainer_does_not_own_them(pool: EpisodePool) -> None:
     begun(pool, 2)
     forks = [in_a_fork(lambda: [pool.end(0), pool.close()]), in_a_fork(lambda: None)]
     for episode in range(2):
@@ -756,19 +756,19 @@ def test_an_episode_that_was_never_made_is_asked_for_again_and_only_once(stand_i
     assert found.error == "its environment ended its process: it closed its pipe"
 
 
-def test_a_warm_process_that_does_not_start_is_given_up(stand_in: EpisodePool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_server_that_does_not_start_is_given_up(stand_in: EpisodePool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StandInServer, "starts", False)
     stand_in.begin(1, Problem("p"), 7, 0)
-    (warm,) = StandInServer.made
-    assert stand_in.wait_for_replies(0.0) == [] and not warm.ended
-    warm.deadline = 0.0
+    (server,) = StandInServer.made
+    assert stand_in.wait_for_replies(0.0) == [] and not server.ended
+    server.deadline = 0.0
     (found,) = stand_in.wait_for_replies(5.0)
     words = f"the process that makes its environment did not start within {START_SECONDS:g} s"
     assert (found.episode, found.error) == (1, words)
-    assert warm.ended and stand_in.servers == [] and stand_in.server is None
+    assert server.ended and stand_in.servers == [] and stand_in.server is None
 
 
-def test_a_warm_process_that_died_is_replaced_and_two_are_an_error(
+def test_a_fork_server_that_died_is_replaced_and_two_are_an_error(
     stand_in: EpisodePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StandInServer, "starts", False)
@@ -784,7 +784,7 @@ def test_a_warm_process_that_died_is_replaced_and_two_are_an_error(
     assert found.error == "the process that makes its environment ended twice: it closed its pipe"
 
 
-def test_a_warm_process_that_takes_no_more_is_asked_again(
+def test_a_fork_server_that_takes_no_more_is_asked_again(
     stand_in: EpisodePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:

@@ -137,7 +137,7 @@ def test_a_run_on_programs_records_why_each_failed(tiny_folder: Path, tmp_path: 
 # ---- the command ----------------------------------------------------------------------------------------------
 
 
-def test_the_check_says_which_walls_hold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_check_reports_escapes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def run_escape_tests(kind: str) -> tuple[str, list[EscapeTestResult]]:
         if kind == "bubblewrap":
             raise IsolationError("bubblewrap: bwrap is not installed")
@@ -150,13 +150,13 @@ def test_the_check_says_which_walls_hold(monkeypatch: pytest.MonkeyPatch, capsys
     shown = capsys.readouterr().out
     assert "bwrap is not installed" in shown and "network 10 of 10" in shown and "no folder to write in" in shown
     monkeypatch.setattr(
-        command, "run_escape_tests", lambda _: ("walls", [EscapeTestResult(ESCAPE_TESTS[0], False, "opened")])
+        command, "run_escape_tests", lambda _: ("isolation", [EscapeTestResult(ESCAPE_TESTS[0], False, "opened")])
     )
     assert main(["sandbox", "check"]) == 1
     assert "ESCAPED: files, read a secret file: opened" in capsys.readouterr().out
 
 
-def test_the_check_is_refused_where_there_are_no_walls(
+def test_the_check_is_refused_without_isolation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def choose_isolation(kind: str) -> Isolation:

@@ -113,7 +113,7 @@ def f(prompt, response, answer, **columns):
         "broken words": lambda: (_ for _ in ()).throw(Broken()),
         "interrupt": lambda: (_ for _ in ()).throw(KeyboardInterrupt()),
         "close every file": lambda: os.closerange(3, 4096),
-        "kill its keeper": lambda: os.kill(os.getppid(), 9) or time.sleep(60),
+        "kill its supervisor": lambda: os.kill(os.getppid(), 9) or time.sleep(60),
         "a GiB": lambda: float(len(bytearray(1 << 30)) > 0),
         "a secret": lambda: float("ASCENT_SECRET" in os.environ),
         "a path": lambda: float("PATH" in os.environ),
@@ -162,7 +162,7 @@ BAD = {
     "half an answer": "took longer than 1.5 s",
     "speak out of turn": "an answer that is not the one to this response",
     "more fields": r"what is not a reward: \['answers', 'surprise'\]",
-    "kill its keeper": "ended its process",
+    "kill its supervisor": "ended its process",
 }
 
 GOOD: dict[str, tuple[float, str]] = {

@@ -53,7 +53,7 @@ def run(sandbox: Sandbox, code: str, seconds: float = LONG) -> str:
         return job.ask({"code": code}, seconds)["text"]
 
 
-# ---- walls ----------------------------------------------------------------------------------------------------
+# ---- isolation ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -66,7 +66,7 @@ def test_every_attempt_to_get_out_is_held(kind: str) -> None:
 
 
 @pytest.mark.long
-def test_the_same_attempts_get_out_where_there_are_no_walls() -> None:
+def test_the_same_tests_escape_without_isolation() -> None:
     names = {"read a secret file", "list its folder", "make a folder beside it", "TCP to this machine", "fork"}
     names |= {"an abstract socket", "a datagram from a pair", "signal the parent", "a nameless file in memory"}
     _, results = run_escape_tests("none", tuple(each for each in ESCAPE_TESTS if each.name in names))
@@ -107,7 +107,7 @@ def test_a_job_writes_in_a_folder_of_its_own_in_memory_or_not_at_all(session: Sa
         assert "Error" in written
 
 
-def test_walls_are_refused_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_isolation_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "bubblewrap_error", lambda: "bwrap is not installed")
     need_isolation("landlock")
     assert (
@@ -127,7 +127,7 @@ def test_walls_are_refused_where_there_are_none(monkeypatch: pytest.MonkeyPatch)
         isolation.choose_isolation("none")
 
 
-def test_bubblewrap_that_may_make_no_namespace_is_no_wall(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bubblewrap_that_may_make_no_namespace_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     need_isolation("landlock")
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")
@@ -180,15 +180,15 @@ def decide(code: bytes, machine: str, number: int, *args: int) -> int:
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_filter_allows_what_python_needs_and_refuses_the_rest(machine: str) -> None:
     column, job = MACHINES[machine][0], for_process(filter_program(False, False, machine=machine), 77)
-    warm = filter_program(True, False, machine=machine)
+    server = filter_program(True, False, machine=machine)
     assert len(job) // 8 < 4096
     for number in call_numbers(ALLOWED_CALLS, column):
-        assert decide(job, machine, number) == decide(warm, machine, number) == ALLOW
+        assert decide(job, machine, number) == decide(server, machine, number) == ALLOW
     for name, pair in CALLS.items():
         assert decide(job, machine, pair[column], 1) in (REFUSE, UNKNOWN), name
     clone, kill, socketpair, ioctl = (pair[column] for pair in (CLONE, KILL, SOCKETPAIR, IOCTL))
     assert decide(job, machine, clone, 0x3D0F00) == NOTIFY and decide(job, machine, clone, 0x01200011) == REFUSE
-    assert decide(warm, machine, clone, 0x01200011) == ALLOW and decide(warm, machine, clone, 0x10000011) == REFUSE
+    assert decide(server, machine, clone, 0x01200011) == ALLOW and decide(server, machine, clone, 0x10000011) == REFUSE
     assert decide(job, machine, kill, 77) == ALLOW and decide(job, machine, kill, 78) == REFUSE
     assert decide(job, machine, socketpair, 1, 0x80001) == ALLOW and decide(job, machine, socketpair, 1, 2) == REFUSE
     allowed = {request for request in range(0x10000) if decide(job, machine, ioctl, 0, request) != REFUSE}
@@ -305,19 +305,19 @@ def wait_until_gone(pids: list[int]) -> None:
 
 def test_jobs_leave_no_process_and_no_file_descriptor(session: Sandbox) -> None:
     session.start()
-    warm = session._ends[0][1].pid
-    before, files = processes_below(warm), len(os.listdir("/proc/self/fd"))
+    server = session._ends[0][1].pid
+    before, files = processes_below(server), len(os.listdir("/proc/self/fd"))
     folder = "import os; os.mkdir('d'); os.chmod('d', 0)"
     deep = "import os\nfor _ in range(3000): os.mkdir('d'); open('f', 'w'); os.chdir('d')"
     for code in [deep, "1", "import os; os._exit(1)", "open('f', 'w').write('x')", folder]:
         with contextlib.suppress(JobEndedError), session.job() as job:
             job.ask({"code": code}, LONG)
-    wait_until_gone([pid for pid in processes_below(warm) if pid not in before])
+    wait_until_gone([pid for pid in processes_below(server) if pid not in before])
     assert len(os.listdir("/proc/self/fd")) == files
 
 
 def test_the_folder_of_a_job_is_wiped_whatever_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without walls, because only then can it be seen from outside."""
+    """Without isolation, because only then the folder is visible from outside."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     code = (
         "import os\nos.symlink('/etc', 'link'); open('file', 'w')\nfor _ in range(300): os.mkdir('d'); os.chdir('d')\n"
@@ -329,7 +329,7 @@ def test_the_folder_of_a_job_is_wiped_whatever_is_in_it(tmp_path: Path, monkeypa
         assert os.listdir(tmp_path) == []
 
 
-def test_a_sandbox_that_was_killed_is_started_anew(session: Sandbox) -> None:
+def test_a_sandbox_that_was_killed_is_restarted(session: Sandbox) -> None:
     with session.job() as job:
         job.ask({"code": "1"}, LONG)
         process = session._ends[0][1]

@@ -389,7 +389,7 @@ def test_only_packages_of_the_list_are_found(tmp_path: Path, monkeypatch: pytest
 
 
 def served(file: Path, name: str, *questions: Any) -> list[Any]:
-    """What the guest of a sandboxed reward answers, here in this process."""
+    """The answers of the entry point of sandboxed rewards, here in this process."""
     answer = serve_reward({"file": str(file), "name": name})
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -401,7 +401,7 @@ def served(file: Path, name: str, *questions: Any) -> list[Any]:
         return [line.read() for _ in questions]
 
 
-def test_the_guest_of_a_reward_describes_and_computes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_entry_point_of_a_reward_describes_and_computes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "r.py"
     file.write_text(
         "import loaded_before_jobs_x\nfrom json import dumps\n"
@@ -427,9 +427,7 @@ def test_the_guest_of_a_reward_describes_and_computes_it(tmp_path: Path, monkeyp
     assert "No module named 'not_installed_anywhere_x'" in missing["error"]
 
 
-def test_walls_that_are_missing_are_the_error_of_whatever_needs_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_isolation_is_the_error_of_whatever_needs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "r.py").write_text("def f(response): return 1\n")
     monkeypatch.setattr(kernel_isolation, "landlock_version", lambda: 0)
     settings = SandboxSettings("landlock", 3.0)

@@ -376,7 +376,7 @@ def test_rows_that_cannot_be_judged_are_refused(tmp_path: Path, row: dict[str, A
         _ = Code(source=str(path)).table
 
 
-def test_without_walls_the_task_is_refused_unless_none_is_asked_for(
+def test_without_isolation_the_task_is_refused_unless_none_is_asked_for(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def nothing(kind: str) -> Any:
