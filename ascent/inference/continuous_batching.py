@@ -1,8 +1,7 @@
-"""Continuous batching: requests join the rows that are being decoded, wherever one is free.
+"""Continuous batching: requests join the running batch whenever a place is free.
 
-A slot holds a response while a turn of it is drawn, and afterwards for as long as the slot is not needed: a request
-that continues the same conversation finds its keys and values there. One that finds nothing is encoded anew, with the
-same result.
+The sequence of a finished request stays in the KV cache until its place is needed. The next request of the same
+conversation continues it. If it is gone, the whole conversation is prefilled again, with the same result.
 """
 
 import sys
@@ -32,238 +31,251 @@ from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.stop_strings import StopStrings
 from ascent.ops.token_sampling import response_seeds
 
-SWITCH = 0.0005
-"""Seconds for which a thread may keep the interpreter while another waits for it."""
-KEPT = 4096
-"""Spans of the timeline that are kept: a server runs for long."""
+SWITCH_INTERVAL_SECONDS = 0.0005
+"""Maximum time that a thread holds the interpreter while another one waits, during serving."""
+MAX_TIMELINE_SPANS = 4096
+"""Bound of the occupancy timeline of a long-running server."""
+MAX_CACHED_STOP_STRINGS = 16
+"""Prepared stop strings of finished requests that are cached."""
 
 
 class IdleSequences:
-    """What decoders ask of turns (`engines.turns.Turns`): which responses wait, and where their turns begin."""
+    """Conversations between two requests. It stands in for `EnvironmentTurns`, whose fields runners read."""
 
     def __init__(self, count: int):
         self.pending: dict[int, int] = {}
-        """Slots whose turn is over, and how many tokens they have; the first has waited longest."""
+        """Lengths of idle sequences by id; the one that has been idle for longest comes first."""
         self.turn_start = [0] * count
         self.terminated: set[int] = set()
 
 
 class ContinuousBatch(GenerationState):
-    """What was drawn for requests, one row per slot."""
+    """The state of requests that join and leave the running batch.
 
-    def __init__(self, queue: RequestQueue, sampler: LocalEngine, head: Any, slots: int, limit: int, longest: int):
-        """`limit`: tokens behind a prompt; `longest`: those of a prompt."""
-        seeds = torch.zeros(slots, dtype=torch.long)
-        super().__init__(slots, limit, sampler.lm.ends, head, seeds, sampler.temperature, sampler.sampling_params)
-        self.queue, self.sampler, self.max_prompt_tokens, self.accepts_requests = queue, sampler, longest, True
-        self.kept_mass = self.masses = torch.ones(slots, limit)
-        """Those of a turn with every token allowed are not written: what stands there is another turn's."""
-        self.parked = IdleSequences(slots)
-        self.turns: Any = self.parked
-        self.unfinished = {-1}  # the call is over when the desk is closed
-        self.keeps = sampler.lm.shares
-        """Can a row wait for its next turn?"""
-        self.free = list(range(slots))[::-1]
+    A sequence id is a row of the state. It holds a response while a request of it runs, and afterwards until the row is
+    needed: the next request of the same conversation then finds its keys and values in the cache.
+    """
+
+    def __init__(
+        self, queue: RequestQueue, engine: LocalEngine, head: Any, max_requests: int, max_tokens: int, max_prompt: int
+    ):
+        """`max_tokens`: maximum number of tokens after a prompt. `max_prompt`: maximum number of tokens of a prompt."""
+        seeds = torch.zeros(max_requests, dtype=torch.long)
+        settings = (engine.temperature, engine.sampling_params)
+        super().__init__(max_requests, max_tokens, engine.lm.ends, head, seeds, *settings)
+        self.queue, self.engine, self.max_prompt_tokens, self.accepts_requests = queue, engine, max_prompt, True
+        self.kept_mass = self.kept_masses = torch.ones(max_requests, max_tokens)
+        """Not written by unrestricted requests: their entries are stale."""
+        self.idle = IdleSequences(max_requests)
+        self.turns: Any = self.idle
+        self.unfinished = {-1}  # the call returns when the queue is closed
+        self.keeps_sequences = engine.lm.shares
+        """Whether a sequence can wait for its next request. The cache of transformers does not support it."""
+        self.free_seq_ids = list(range(max_requests))[::-1]
         self.waiting: list[Request] = []
-        """Those for whom no slot is free."""
-        self.request: dict[int, Request] = {}
-        """By slot, what is being drawn."""
-        self.slot: dict[Any, int] = {}
-        """Slots that hold a conversation, by its name."""
-        self.named: dict[int, Any] = {}
-        self.told: dict[int, int] = {}
-        """Tokens that a watched request was told of."""
-        self.prompts: dict[tuple[int, ...], int] = {}
-        self.prompt: dict[int, tuple[int, ...]] = {}
-        """The prompt of each slot; slots with the same one share its pages."""
-        self.readers: Counter[tuple[int, ...]] = Counter()
-        self.numbered = 0
-        self.entered: list[int] = []
-        self.stopping: dict[tuple[str, ...], StopStrings] = {}
+        """Requests without a sequence id."""
+        self.running_requests: dict[int, Request] = {}
+        self.seq_by_conversation: dict[Any, int] = {}
+        self.conversation_by_seq: dict[int, Any] = {}
+        self.streamed_lengths: dict[int, int] = {}
+        """Length up to which the tokens of a streaming request have been delivered."""
+        self.prompt_ids: dict[tuple[int, ...], int] = {}
+        self.prompt_by_seq: dict[int, tuple[int, ...]] = {}
+        """Prompt tokens of each sequence. Sequences with the same prompt share its blocks."""
+        self.prompt_ref_counts: Counter[tuple[int, ...]] = Counter()
+        self.next_prompt_id = 0
+        self.new_seq_ids: list[int] = []
+        self.cached_stop_strings: dict[tuple[str, ...], StopStrings] = {}
 
-    # ---- what is asked of it while it decodes
+    # ---- interface of the runner
 
     def group_by_sampling(self, responses: list[int]) -> dict[tuple[float, SamplingParams, bool], list[int]]:
-        alike: dict[tuple[float, SamplingParams, bool], list[int]] = {}
-        for i, slot in enumerate(responses):
-            asked = self.request[slot]
-            alike.setdefault((asked.temperature, self.sampling_params_of(slot), asked.greedy), []).append(i)
-        return alike
+        groups: dict[tuple[float, SamplingParams, bool], list[int]] = {}
+        for i, seq_id in enumerate(responses):
+            request = self.running_requests[seq_id]
+            groups.setdefault((request.temperature, self.sampling_params_of(seq_id), request.greedy), []).append(i)
+        return groups
 
     def sampling_params_of(self, response: int) -> SamplingParams:
-        own = self.request[response].sampling_params
-        return self.sampling_params if own is None else own
+        return self.running_requests[response].sampling_params or self.sampling_params
 
     @property
     def needs_tokens(self) -> bool:
-        return any(request.stop or request.stream for request in self.request.values())
+        return any(request.stop or request.stream for request in self.running_requests.values())
 
     @property
     def needs_logprobs(self) -> bool:
-        return any(request.stream for request in self.request.values())
+        return any(request.stream for request in self.running_requests.values())
 
     def stop_strings_of(self, response: int) -> StopStrings | None:
-        strings = self.request[response].stop
+        strings, cache = self.running_requests[response].stop, self.cached_stop_strings
         if not strings:
             return None
-        if strings not in self.stopping:
-            if len(self.stopping) >= 16 + len(self.lengths):  # those of requests that are under way have room
-                self.stopping.clear()
-            self.stopping[strings] = StopStrings(strings, self.sampler.lm.tokenizer, self.sampler.lm.vocab)
-        return self.stopping[strings]
+        if strings not in cache:
+            if len(cache) >= MAX_CACHED_STOP_STRINGS + len(self.lengths):  # more than running requests can use
+                cache.clear()
+            cache[strings] = StopStrings(strings, self.engine.lm.tokenizer, self.engine.lm.vocab)
+        return cache[strings]
 
     @property
     def waits_for_input(self) -> bool:
         return True
 
-    def finished_length(self, response: int, before: int, after: int, done: int, fresh: Any) -> int:
-        begin = self.turn_start(response)
-        if fresh is not None and before < begin:  # what is fed of an observation was not drawn
-            fresh, before = fresh[begin - before :], min(begin, after)
-        length = super().finished_length(response, before, after, done, fresh)
+    def finished_length(self, response: int, before: int, after: int, finished: int, fresh: Any) -> int:
+        start = self.turn_start(response)
+        if fresh is not None and before < start:  # tokens of an observation that is fed step by step
+            fresh, before = fresh[start - before :], min(start, after)
+        length = super().finished_length(response, before, after, finished, fresh)
         if fresh is not None and not length:
-            self._show(response, max(after, begin))
+            self._stream(response, max(after, start))
         return length
 
     def finish_turns(self, responses: list[int]) -> list[int]:
-        for slot in responses:
-            length = int(self.lengths[slot])
-            if bool(self.stopped[slot]) or length >= int(self.length_limits[slot]):
-                self._finish(slot, length)
+        for seq_id in responses:
+            length = int(self.lengths[seq_id])
+            if bool(self.stopped[seq_id]) or length >= int(self.length_limits[seq_id]):
+                self._complete(seq_id, length)
             else:
-                self._show(slot, length)
+                self._stream(seq_id, length)
         return []
 
-    def _show(self, slot: int, length: int) -> None:
-        request, told = self.request[slot], self.told.get(slot, self.turn_start(slot))
-        if request.stream and length > told and request in self.queue.active:
-            self.told[slot] = length
-            request.on_output(
-                CompletionDelta(self.tokens_of(slot, told, length), self.logp.numpy()[slot, told:length].tolist())
-            )
+    def _stream(self, seq_id: int, length: int) -> None:
+        """Deliver the new tokens of a streaming request."""
+        request, start = self.running_requests[seq_id], self.streamed_lengths.get(seq_id, self.turn_start(seq_id))
+        if request.stream and length > start and request in self.queue.active:
+            self.streamed_lengths[seq_id] = length
+            logp = self.logp.numpy()[seq_id, start:length].tolist()
+            request.on_output(CompletionDelta(self.tokens_of(seq_id, start, length), logp))
 
-    def _finish(self, slot: int, length: int) -> None:
-        """The turn in a slot is over; its row waits for the next one, or leaves."""
-        whole = self.request[slot].greedy or self.sampling_params_of(slot).unrestricted
-        request, begin = self.request.pop(slot), self.turn_start(slot)
-        self.told.pop(slot, None)
-        drawn = slice(begin, length)
-        tokens, logp = self.tokens_of(slot, begin, length), self.logp.numpy()[slot, drawn].tolist()
-        mass = [1.0] * len(tokens) if whole else self.masses.numpy()[slot, drawn].tolist()
-        self.parked.pending[slot] = length
-        finish_reason: FinishReason = "stop" if self.stopped[slot] else "length"
-        self.queue.finish(request, Completion(tokens, logp, mass, finish_reason, self.sampler.version))
+    def _complete(self, seq_id: int, length: int) -> None:
+        """Deliver the completion of a request. Its sequence becomes idle."""
+        unrestricted = self.running_requests[seq_id].greedy or self.sampling_params_of(seq_id).unrestricted
+        request, start = self.running_requests.pop(seq_id), self.turn_start(seq_id)
+        self.streamed_lengths.pop(seq_id, None)
+        sampled = slice(start, length)
+        tokens, logp = self.tokens_of(seq_id, start, length), self.logp.numpy()[seq_id, sampled].tolist()
+        kept_mass = [1.0] * len(tokens) if unrestricted else self.kept_masses.numpy()[seq_id, sampled].tolist()
+        self.idle.pending[seq_id] = length
+        finish_reason: FinishReason = "stop" if self.stopped[seq_id] else "length"
+        self.queue.finish(request, Completion(tokens, logp, kept_mass, finish_reason, self.engine.version))
 
-    # ---- requests that come and go
+    # ---- arriving and leaving requests
 
     def poll_observations(self, wait: bool) -> list[tuple[int, list[int]]]:
-        taken = self.queue.poll(wait)
-        del self.timeline.spans[:-KEPT]
+        """Poll the queue. Return the tokens to append to idle sequences; no tokens: the sequence is removed."""
+        update = self.queue.poll(wait)
+        del self.timeline.spans[:-MAX_TIMELINE_SPANS]
         if self.queue.closed:
             self.unfinished.clear()
-        for name in taken.ended_conversations:
-            self.named.pop(self.slot.pop(name, -1), None)
-        left = [slot for slot in self.parked.pending if slot not in self.named or not self.keeps]
-        gone = set(taken.cancelled)
-        left += [slot for slot, request in self.request.items() if request in gone]
-        heard: list[tuple[int, list[int]]] = [(slot, []) for slot in dict.fromkeys(left)]
-        for slot, _ in heard:
-            self._leave(slot)
-        requests, self.waiting = [*self.waiting, *taken.requests], []
+        for conversation_id in update.ended_conversations:
+            self.conversation_by_seq.pop(self.seq_by_conversation.pop(conversation_id, -1), None)
+        removed = [
+            seq_id for seq_id in self.idle.pending if seq_id not in self.conversation_by_seq or not self.keeps_sequences
+        ]
+        cancelled = set(update.cancelled)
+        removed += [seq_id for seq_id, request in self.running_requests.items() if request in cancelled]
+        events: list[tuple[int, list[int]]] = [(seq_id, []) for seq_id in dict.fromkeys(removed)]
+        for seq_id, _ in events:
+            self._remove(seq_id)
+        requests, self.waiting = [*self.waiting, *update.requests], []
         for request in requests:
-            if request not in gone:
-                heard += self._place(request)
-        return heard
+            if request not in cancelled:
+                events += self._place(request)
+        return events
 
     def new_requests(self) -> list[tuple[int, int, list[int]]]:
-        entered, self.entered = self.entered, []
-        return [(slot, self.prompts[self.prompt[slot]], list(self.prompt[slot])) for slot in entered]
+        new, self.new_seq_ids = self.new_seq_ids, []
+        return [(i, self.prompt_ids[self.prompt_by_seq[i]], list(self.prompt_by_seq[i])) for i in new]
 
-    def _leave(self, slot: int) -> None:
-        self.parked.pending.pop(slot, None)
-        self.request.pop(slot, None), self.told.pop(slot, None)
-        self.slot.pop(self.named.pop(slot, None), None)
-        ids = self.prompt.pop(slot)
-        self.readers[ids] -= 1
-        if not self.readers[ids]:
-            del self.readers[ids], self.prompts[ids]
-        self.free.append(slot)
+    def _remove(self, seq_id: int) -> None:
+        self.idle.pending.pop(seq_id, None)
+        self.running_requests.pop(seq_id, None), self.streamed_lengths.pop(seq_id, None)
+        self.seq_by_conversation.pop(self.conversation_by_seq.pop(seq_id, None), None)
+        prompt = self.prompt_by_seq.pop(seq_id)
+        self.prompt_ref_counts[prompt] -= 1
+        if not self.prompt_ref_counts[prompt]:
+            del self.prompt_ref_counts[prompt], self.prompt_ids[prompt]
+        self.free_seq_ids.append(seq_id)
 
     def _place(self, request: Request) -> list[tuple[int, list[int]]]:
-        """A slot for a request: that of its conversation, or a free one, or that of whoever has waited longest."""
-        heard: list[tuple[int, list[int]]] = []
-        name = request.conversation_id
-        slot = None if name is None else self.slot.get(name)
-        if slot in self.request:  # while another turn of it goes on, this one is a conversation of its own
-            name = slot = None
-        if slot is not None:
-            held = int(self.lengths[slot])
-            same = tuple(request.prompt) == self.prompt[slot]
-            if same and request.response[:held] == self.tokens_of(slot, 0, held) and len(request.response) > held:
-                del self.parked.pending[slot]
-                self._write(slot, request)
-                return [(slot, request.response[held:])]
-            heard.append((slot, []))
-            self._leave(slot)
-        if not self.free and self.parked.pending:
-            oldest = next(iter(self.parked.pending))
-            heard.append((oldest, []))
-            self._leave(oldest)
-        if not self.free:
+        """Assign a request to the sequence of its conversation, a free one, or the one that has idled for longest."""
+        events: list[tuple[int, list[int]]] = []
+        conversation_id = request.conversation_id
+        seq_id = None if conversation_id is None else self.seq_by_conversation.get(conversation_id)
+        if seq_id in self.running_requests:  # a concurrent request of a conversation gets a sequence for itself
+            conversation_id = seq_id = None
+        if seq_id is not None:
+            length, prompt = int(self.lengths[seq_id]), self.prompt_by_seq[seq_id]
+            is_prefix = tuple(request.prompt) == prompt and request.response[:length] == self.tokens_of(
+                seq_id, 0, length
+            )
+            if is_prefix and len(request.response) > length:
+                del self.idle.pending[seq_id]
+                self._write(seq_id, request)
+                return [(seq_id, request.response[length:])]
+            events.append((seq_id, []))
+            self._remove(seq_id)
+        if not self.free_seq_ids and self.idle.pending:
+            oldest = next(iter(self.idle.pending))
+            events.append((oldest, []))
+            self._remove(oldest)
+        if not self.free_seq_ids:
             self.waiting.append(request)
-            return heard
-        slot, ids = self.free.pop(), tuple(request.prompt)
-        if ids not in self.prompts:
-            self.prompts[ids] = self.numbered
-            self.numbered += 1
-        self.readers[ids] += 1
-        self.prompt[slot] = ids
-        if name is not None:
-            self.slot[name], self.named[slot] = slot, name
-        self._write(slot, request)
-        self.entered.append(slot)
-        return heard
+            return events
+        seq_id, prompt = self.free_seq_ids.pop(), tuple(request.prompt)
+        if prompt not in self.prompt_ids:
+            self.prompt_ids[prompt] = self.next_prompt_id
+            self.next_prompt_id += 1
+        self.prompt_ref_counts[prompt] += 1
+        self.prompt_by_seq[seq_id] = prompt
+        if conversation_id is not None:
+            self.seq_by_conversation[conversation_id] = seq_id
+            self.conversation_by_seq[seq_id] = conversation_id
+        self._write(seq_id, request)
+        self.new_seq_ids.append(seq_id)
+        return events
 
-    def _write(self, slot: int, request: Request) -> None:
+    def _write(self, seq_id: int, request: Request) -> None:
+        """Write the tokens, seed and limit of a request to the state."""
         length = len(request.response)
-        self.tokens[slot, :length] = torch.tensor(request.response, dtype=torch.long)
-        self.lengths[slot] = self.parked.turn_start[slot] = length
-        self.seeds[slot] = request.seed  # type: ignore[index]
-        self.length_limits[slot], self.stopped[slot] = min(length + request.max_tokens, self.max_tokens), False
-        self.request[slot] = request
-        self.stop_string_matches.discard(slot)
+        self.tokens[seq_id, :length] = torch.tensor(request.response, dtype=torch.long)
+        self.lengths[seq_id] = self.idle.turn_start[seq_id] = length
+        self.seeds[seq_id] = request.seed  # type: ignore[index]
+        self.length_limits[seq_id], self.stopped[seq_id] = min(length + request.max_tokens, self.max_tokens), False
+        self.running_requests[seq_id] = request
+        self.stop_string_matches.discard(seq_id)
 
 
 class EagerRequestRunner(EagerRunner):
-    """Requests for architectures whose cache is not ours: all that wait are decoded together, then the next ones."""
+    """Decodes requests without a paged KV cache: batch after batch, each of all requests that wait."""
 
     def __call__(self) -> None:
-        drawn = self.generation
-        assert isinstance(drawn, ContinuousBatch)
+        batch = self.generation
+        assert isinstance(batch, ContinuousBatch)
         self.samples = 1
-        while drawn.unfinished:
-            drawn.poll_observations(wait=not drawn.waiting)
-            entered = drawn.new_requests()
-            slots = [slot for slot, _, _ in entered]
-            ids = {slot: ids + drawn.tokens[slot, : drawn.lengths[slot]].tolist() for slot, _, ids in entered}
-            self.prompts = ids  # type: ignore[assignment]
-            for start in range(0, len(slots), self.max_num_seqs):
-                self._generate_batch(slots[start : start + self.max_num_seqs])
-        drawn.timeline.stop()
+        while batch.unfinished:
+            batch.poll_observations(wait=not batch.waiting)
+            new = batch.new_requests()
+            seq_ids = [seq_id for seq_id, _, _ in new]
+            prompts = {i: prompt + batch.tokens[i, : batch.lengths[i]].tolist() for i, _, prompt in new}
+            self.prompts = prompts  # type: ignore[assignment]
+            for start in range(0, len(seq_ids), self.max_num_seqs):
+                self._generate_batch(seq_ids[start : start + self.max_num_seqs])
+        batch.timeline.stop()
 
-    def _next(self, hidden: Any, row: list[int], observed: Any) -> tuple[torch.Tensor, list[bool]]:
-        assert isinstance(self.generation, ContinuousBatch)
-        token = self.generation.sample(hidden, row)
-        self.generation.finish_turns(row)
-        going = [self.generation.request.get(slot) in self.generation.queue.active for slot in row]
-        return token.to(hidden.device), going
+    def _next(self, hidden: Any, seq_ids: list[int], observed: Any) -> tuple[torch.Tensor, list[bool]]:
+        batch = self.generation
+        assert isinstance(batch, ContinuousBatch)
+        token = batch.sample(hidden, seq_ids)
+        batch.finish_turns(seq_ids)
+        return token.to(hidden.device), [batch.running_requests.get(i) in batch.queue.active for i in seq_ids]
 
 
 @contextmanager
 def short_switch_interval() -> Iterator[None]:
-    """Inside, no thread keeps the interpreter for long: one that decodes gives it up with every operation."""
+    """Shorten the thread switch interval, so that client threads are not delayed by the decode thread."""
     before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, SWITCH))
+    sys.setswitchinterval(min(before, SWITCH_INTERVAL_SECONDS))
     try:
         yield
     finally:
@@ -272,20 +284,25 @@ def short_switch_interval() -> Iterator[None]:
 
 @torch.no_grad()
 def serve_requests(
-    sampler: LocalEngine, queue: RequestQueue, slots: int, limit: int, longest: int, room: int = 0
+    engine: LocalEngine,
+    queue: RequestQueue,
+    max_requests: int,
+    max_tokens: int,
+    max_prompt: int,
+    cache_tokens: int = 0,
 ) -> OccupancyTimeline:
-    """Decode what comes to a desk until it is closed. The calling thread does the work."""
-    with sampler.prepared() as head, short_switch_interval():
-        drawn = ContinuousBatch(queue, sampler, head, slots, limit, longest)
-        if sampler.lm.shares:
-            sampler.runner(sampler.lm, [], 1, sampler.rows, drawn, room or sampler.cache_tokens)()
+    """Serve the requests of a queue until it is closed. The calling thread decodes."""
+    with engine.prepared() as head, short_switch_interval():
+        batch = ContinuousBatch(queue, engine, head, max_requests, max_tokens, max_prompt)
+        if engine.lm.shares:
+            engine.runner(engine.lm, [], 1, engine.rows, batch, cache_tokens or engine.cache_tokens)()
         else:
-            EagerRequestRunner(sampler.lm, [], 1, sampler.rows, drawn)()
-    return drawn.timeline
+            EagerRequestRunner(engine.lm, [], 1, engine.rows, batch)()
+    return batch.timeline
 
 
 class LocalConversationEngine(LocalEngine):
-    """Responses are conversations that others lead with the policy, over requests."""
+    """A `LocalEngine` whose responses are conversations that agents lead through the request queue."""
 
     @torch.no_grad()
     def generate(
@@ -322,9 +339,9 @@ def rollouts_from_conversations(
     version: int,
     whole: bool,
 ) -> Rollouts:
-    """Conversations as rollouts: a group's prompt is what its conversations have in common, from the start.
+    """Convert conversations to rollouts. The prompt of a group is the common prefix of its conversations' prompts.
 
-    `whole`: every token could be drawn.
+    `whole`: no token was excluded by the sampling parameters.
     """
     shape = (len(prompts), samples)
     shared = [
@@ -363,7 +380,7 @@ def rollouts_from_conversations(
 
 
 def _shared(records: list[RecordedConversation], own: list[int]) -> list[int]:
-    """The tokens that the prompts of a group begin with; at least the first one. `own`: if nothing was asked."""
+    """Return the common prefix of the prompts of a group, at least one token; `own` if no request was made."""
     asked = [record.prompt for record in records if record.prompt]
     if not asked:
         return own
@@ -374,7 +391,7 @@ def _shared(records: list[RecordedConversation], own: list[int]) -> list[int]:
 
 
 def _behind(record: RecordedConversation, shared: list[int]) -> RecordedConversation:
-    """The conversation behind these tokens: the rest of its prompt was given, as observations are."""
+    """Return the conversation after the shared prefix. The rest of its prompt counts as an observation."""
     if record.prompt[: len(shared)] != shared:
         why = record.note if not record.valid else "failed: its prompt begins unlike those of its group"
         return RecordedConversation([], [], [], [], [], [], [], True, False, why)

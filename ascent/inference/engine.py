@@ -1,4 +1,4 @@
-"""A sampler made for groups: prompts are encoded once, and finished responses make room for waiting ones."""
+"""The local generation engine: prompts are prefilled once per group, and finished responses make room for others."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -26,11 +26,11 @@ from ascent.models.quantization import is_quantized
 from ascent.ops.token_sampling import response_seeds
 
 ROWS = {"cpu": 64, "cuda": 1024}
-"""Responses decoded at once where nobody says otherwise."""
+"""Default maximum number of sequences in the running batch, by device."""
 
 
 class LocalEngine(RolloutEngine):
-    """Draws from a language model in this process, with the learner's own parameters: loading copies nothing."""
+    """Generates with a language model in this process, which shares its parameters with the learner."""
 
     provides = frozenset({"reward_greedy"})
 
@@ -62,7 +62,7 @@ class LocalEngine(RolloutEngine):
             self.note = None if graphs else SLOW_RUNNER_NOTE.format(why=why)
             self.runner = graphs or PagedRunner
         self.packed_model: PackedCpuModel | None = None
-        """What computes hidden states on a CPU, in place of the model."""
+        """A faster implementation of the model on a CPU."""
         if lm.shares and lm.device.type == "cpu":
             self.packed_model = build_packed_cpu_model(lm)
             if self.packed_model is not None:
@@ -70,7 +70,7 @@ class LocalEngine(RolloutEngine):
         self.timeline = OccupancyTimeline()
         """How many responses ran when, of the tickets since it was last taken."""
         self.latest_timeline = OccupancyTimeline()
-        """That of the latest call."""
+        """Occupancy during the latest call."""
         self.score_early: Callable[[list[int], list[list[int]]], None] | None = None
         """Who wants to score responses while others are being drawn: it is told the problems and the tokens."""
         self.train_early: Callable[[Rollouts], None] | None = None
@@ -92,7 +92,7 @@ class LocalEngine(RolloutEngine):
     def generate_from_seeds(
         self, prompts: Prompts, samples: int, seeds: Tensor | None, limit: int | None = None
     ) -> Rollouts:
-        """Responses to these prompts from a seed for each `[prompt sample]`; None: greedy ones."""
+        """Generate responses from `[prompt sample]` seeds; None: greedy."""
         count, limit = len(prompts) * samples, limit or self.limit
         seeds = None if seeds is None else seeds.flatten()
         own = self.length_limits(prompts, samples, limit)
@@ -116,7 +116,7 @@ class LocalEngine(RolloutEngine):
         return lambda responses, tokens: tell([identities[response // samples] for response in responses], tokens)
 
     def length_limits(self, prompts: Prompts, samples: int, limit: int) -> Tensor:
-        """The most tokens of each response that are drawn."""
+        """Return the maximum number of sampled tokens of each response."""
         most = min(limit, self.max_sampled_tokens or limit)
         if prompts.limits is None:
             return torch.full((len(prompts) * samples,), most)
@@ -149,9 +149,9 @@ class LocalEngine(RolloutEngine):
 
     @torch.no_grad()
     def _go_on(self, step: int) -> None:
-        """Decode until every response of this step is over; those of later steps come as far as they come.
+        """Decode until every response of this step is finished; responses of later steps advance meanwhile.
 
-        Keys and values are computed anew from what was drawn so far: the parameters are others than in the last step.
+        Their keys and values are recomputed, because the parameters have changed since the last step.
         """
         greedy = tuple(one for one in self.pending if one.request.greedy)
         tickets = [one for one in self.pending if not one.request.greedy]

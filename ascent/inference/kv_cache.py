@@ -1,9 +1,9 @@
-"""Keys and values in pages, and the two layouts that read and write them.
+"""Attention layouts that read and write the paged KV cache in plain PyTorch.
 
-    Extending   tokens that are given (a prompt, an observation, a row that comes back), packed into one row
-    Decoding    one new token per running row
+    PrefillLayout   tokens of prompts, observations and preempted sequences, packed into one row
+    DecodeLayout    one new token per running sequence
 
-Where a page lies changes no number: sums run over a row's tokens in a fixed order.
+The result does not depend on which blocks a sequence has: sums run over its tokens in a fixed order.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from ascent.inference.sequence import Sequence
 from ascent.models.packed_attention import VarlenSegments, to_device_async, varlen_kernel
 from ascent.ops.paged_kv_cache import PagedKVCache, TensorPair
 
-DENSE = 0.75
-"""Share of a stretch of pages that has to be wanted for it to be read where it lies; else what is wanted is copied."""
-MANY, FEW = 16, 4
-"""Rows, or prompts, whose pages are read level by level; and parts that are joined one after the other."""
-ENCODED = 16_384
-"""Given tokens in one forward pass, about."""
+MIN_BLOCK_DENSITY = 0.75
+"""Minimum share of needed blocks in a range of the cache for attention to read it as a view instead of a copy."""
+MIN_READERS_PER_LEVEL, MAX_SEQUENTIAL_MERGES = 16, 4
+"""Minimum number of readers to read block by block; maximum number of partial results merged one by one."""
+MAX_PREFILL_TOKENS = 16_384
+"""Approximate maximum number of tokens in one prefill."""
 
 
 @dataclass(frozen=True)
 class PrefillSegment:
-    """`count` tokens that join a row behind the `start` that it has; they see `keys` keys of a prompt before those."""
+    """`count` new tokens of a sequence after its first `start` tokens, behind `keys` tokens of a prompt."""
 
     pages: GenericSequence[int]
     count: int
     start: int = 0
     prompt: GenericSequence[int] = ()
-    """The prompt's pages."""
+    """Blocks of the prompt."""
     keys: int = 0
 
 
 class PrefillLayout:
-    """The layout of a forward pass over segments, packed into one row, that fills their pages."""
+    """The layout of a prefill: segments packed into one row, whose keys and values are written to the cache."""
 
     fused: Any = None
-    """What attends to all segments at once; False if nothing does. None: not found out yet."""
+    """The fused attention kernel over all segments; False: there is none; None: not determined yet."""
 
     def __init__(self, cache: PagedKVCache, segments: GenericSequence[PrefillSegment], device: torch.device):
         self.cache = cache
@@ -61,9 +61,9 @@ class PrefillLayout:
         ]
         about = to_device_async(torch.tensor(rows), device)
         self.page, self.offset, self.positions = self._places(about, about[:, 0], sum(self.queries))
-        """Where the tokens' keys and values are written, and where each token stands in its text."""
+        """Blocks and offsets that the keys and values are written to, and the position of each token in its text."""
         self.alone = self.keys == self.queries
-        """There is nothing to see but the segments themselves."""
+        """Whether no segment attends to cached tokens."""
         self.seen = (self.page, self.offset)
         if not self.alone:
             self.seen = self._places(about, about[:, 1], sum(self.keys))[:2]
@@ -72,9 +72,9 @@ class PrefillLayout:
         self.spans = VarlenSegments(ends[0], ends[1], max(self.queries), max(self.keys), nothing, nothing, nothing)
 
     def _places(self, about: Tensor, last: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The last keys that each segment sees, so many and `total` of all: their pages, places there, and positions.
+        """Return blocks, offsets and positions of the last `last` keys of each segment; `total` is their sum.
 
-        It is worked out on the device, so that the host, which others wait for, has little to do.
+        This is computed on the device because the host is the bottleneck.
         """
         segment = torch.repeat_interleave(last, output_size=total)
         _, seen, keys, before = about[:, :4].t()
@@ -94,7 +94,7 @@ class PrefillLayout:
         return self.mix(q, k, v, scale).unsqueeze(0)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attention of the tokens to all that their segments see, `[token head channel]`."""
+        """Return the attention of the tokens over the keys of their segments, `[token head head_dim]`."""
         if self.fuses(q):
             return self.fused.forward(q, k, v, self.spans, scale)[0]
         outputs, start, first = [], 0, 0
@@ -106,20 +106,20 @@ class PrefillLayout:
         return torch.cat(outputs)
 
     def fuses(self, q: Tensor) -> bool:
-        """Is there one kernel for the attention of all segments?"""
+        """Return whether one kernel computes the attention of all segments."""
         if self.fused is None:
             self.fused = varlen_kernel(q) or False
         return bool(self.fused)
 
 
 class HiddenStateModel(Protocol):
-    """A model, or what computes the same."""
+    """A model, or a faster implementation of it."""
 
     @property
     def device(self) -> torch.device: ...
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
-        """Hidden states after each of these tokens, which the layout brings together with what they see."""
+        """Return the hidden states of these tokens; `layout` computes attention."""
 
 
 def extend(
@@ -128,12 +128,12 @@ def extend(
     tokens: GenericSequence[GenericSequence[int]],
     segments: GenericSequence[PrefillSegment],
 ) -> Tensor:
-    """Tokens join their rows' pages; returned is the hidden state after the last of each."""
+    """Prefill segments in chunks of about `MAX_PREFILL_TOKENS`. Return the hidden state of the last token of each."""
     hidden: list[Tensor] = []
     first = 0
     while first < len(segments):
         last, total = first + 1, len(tokens[first])
-        while last < len(segments) and total + len(tokens[last]) <= ENCODED:
+        while last < len(segments) and total + len(tokens[last]) <= MAX_PREFILL_TOKENS:
             total += len(tokens[last])
             last += 1
         layout = PrefillLayout(cache, segments[first:last], lm.device)
@@ -157,25 +157,25 @@ def _causal(parts: GenericSequence[Tensor], segments: int, scale: float) -> Tens
 
 @dataclass
 class BlockReaders:
-    """Pages of a prompt, or of a row itself, with the rows that read them."""
+    """Blocks of a prompt or of a sequence, with the rows of the batch that read them."""
 
     pages: GenericSequence[int]
     readers: list[int]
 
 
 class BlockGroup:
-    """Pages that attention reads in one go, each for as many rows."""
+    """Blocks that attention reads in one call."""
 
     def __init__(self, held: GenericSequence[BlockReaders], levels: range, rows: int, size: int, device: torch.device):
-        """The pages at these levels: the first of each prompt (or row) are level 0, the second level 1, and so on."""
+        """Level j holds the j-th block of each prompt or sequence."""
         pages = [one.pages[j] for j in levels for one in held if j < len(one.pages)]
         low, count, step = _span(pages)
-        whole = len(pages) >= DENSE * count
+        whole = len(pages) >= MIN_BLOCK_DENSITY * count
         self.pages = slice(low, low + count * step, step) if whole else to_device_async(torch.tensor(pages), device)
-        """A tensor: they lie too far apart, and are copied."""
+        """A slice is read as a view; a tensor of indices is copied."""
         at = {page: (page - low) // step for page in pages} if whole else {page: i for i, page in enumerate(pages)}
         self.most = most = max(len(one.readers) for one in held)
-        """Readers of a page."""
+        """Maximum number of readers of a block."""
         count = count if whole else len(pages)
         readers, base = [0] * (count * most), [-1] * count
         places = [[-1] * rows for _ in levels]
@@ -188,31 +188,31 @@ class BlockGroup:
                     place[row] = first + rank
         every, where = list(range(rows)), [one for place in places for one in place]
         self.base = to_device_async(torch.tensor(base), device)
-        """What a row has before each page; −1: it is nobody's, and read for nothing."""
+        """Number of tokens before each block; −1: the block is not needed but inside the range."""
         table = to_device_async(torch.tensor(readers), device)
         self.owner = table[::most]
         self.readers = None if readers == every else table
-        """`[page·reader]` rows; None: all, in their order."""
+        """`[block·reader]` rows; None: all rows in order."""
         self.places = (
             None
             if where == every and len(readers) == rows
             else to_device_async(torch.tensor(where).clamp(min=0), device)
         )
-        """`[level·row]`: where among `[page·reader]` a row has its part of a level; None: in order."""
+        """`[level·row]` indices into `[block·reader]`; None: in order."""
         self.absent = to_device_async(torch.tensor(places) < 0, device)[..., None, None] if -1 in where else None
-        """`[level row 1 1]`: rows that have no such page; None: all have it."""
+        """`[level row 1 1]`: rows that have no block at a level; None: all have one."""
         self.views: dict[int, TensorPair] = {}
-        """By layer, keys and values that are read where they lie."""
+        """Views of keys and values by layer."""
 
     def look(self, tokens: Tensor, size: int) -> None:
-        """See as much of the pages as rows with so many tokens have written."""
+        """Mask the blocks for rows with these numbers of tokens."""
         seen = torch.where(self.base < 0, 1, tokens[self.owner] - self.base).clamp(max=size)
         self.bias, self.seen = _bias(seen)
 
     def attend(self, layer: int, q: Tensor, cache: TensorPair, scale: float) -> TensorPair:
-        """Of queries `[row head repeat channel]`: attention `[level row head repeat channel]`, and log-sum-exps.
+        """Attention `[level row head repeat head_dim]` of queries `[row head repeat head_dim]` and log-sum-exps.
 
-        A row without a page gets nothing of it, to the bit, whatever is there.
+        For a row without a block the result is exactly 0 and −∞, whatever the memory contains.
         """
         rows, shared, repeat, channel = q.shape
         k, v = (x.narrow(2, 0, self.seen) for x in self._paged(layer, cache))
@@ -230,7 +230,7 @@ class BlockGroup:
         return out, log
 
     def _paged(self, layer: int, cache: TensorPair) -> TensorPair:
-        """Keys and values of these pages."""
+        """Return the keys and values of these blocks."""
         if not isinstance(self.pages, slice):
             return cache[0][self.pages], cache[1][self.pages]
         if layer not in self.views:
@@ -239,16 +239,16 @@ class BlockGroup:
 
 
 def _span(pages: GenericSequence[int]) -> tuple[int, int, int]:
-    """The lowest, how many pages there are from it to the highest, and in which steps: the largest that meet all."""
+    """Return the start, length and step of the smallest range that contains all blocks."""
     low = min(pages)
     step = math.gcd(*(page - low for page in pages)) or 1
     return low, (max(pages) - low) // step + 1, step
 
 
 def _blocks(held: GenericSequence[BlockReaders], rows: int, size: int, device: torch.device) -> list[BlockGroup]:
-    """A block for each level, on a CPU, if there are many rows and it reads no more pages so; else one for all levels.
+    """Return one group per level, on a CPU with many rows if it reads no more blocks; else one group for all levels.
 
-    On a GPU the host would have to launch every block.
+    On a GPU the host would have to launch every group.
     """
     held = [one for one in held if one.pages]
     if not held:
@@ -256,23 +256,23 @@ def _blocks(held: GenericSequence[BlockReaders], rows: int, size: int, device: t
     levels = range(max(len(one.pages) for one in held))
     spans = [_span([one.pages[j] for one in held if j < len(one.pages)])[1] for j in levels]
     whole = _span([page for one in held for page in one.pages])[1]
-    apart = device.type == "cpu" and len(held) >= MANY and sum(spans) <= whole
+    apart = device.type == "cpu" and len(held) >= MIN_READERS_PER_LEVEL and sum(spans) <= whole
     parts = [range(j, j + 1) for j in levels] if apart else [levels]
     return [BlockGroup(held, part, rows, size, device) for part in parts]
 
 
 class DecodeLayout:
-    """The layout of a step: every running row brings one token, and sees its prompt's pages and its own.
+    """The layout of a decode step: one token per running sequence attends to its prompt and its own tokens.
 
-    Attention is worked out per page, for all rows that read it, and a row's pages are then weighed by their sums. So
-    nothing is padded to the longest row. Pages that are nobody's are read for nothing, as long as there are few.
+    Attention is computed per block for all its readers, and the partial results of a sequence are merged by their
+    log-sum-exps. So nothing is padded to the longest sequence.
     """
 
     def __init__(self, cache: PagedKVCache, device: torch.device):
         self.cache, self.device = cache, device
 
     def arrange(self, rows: GenericSequence[Sequence], schedule: Scheduler) -> None:
-        """Work out who reads what. It holds until rows enter, leave, or get pages."""
+        """Set the sequences of the batch. Call it again when sequences enter, leave or get blocks."""
         members: dict[int, list[int]] = {}
         for i, row in enumerate(rows):
             members.setdefault(row.prompt_id, []).append(i)
@@ -293,13 +293,13 @@ class DecodeLayout:
         return to_device_async(torch.tensor(numbers, dtype=torch.long), self.device)
 
     def begin(self, rows: GenericSequence[Sequence]) -> Tensor:
-        """What every layer of this step needs; the new tokens' positions. Row.length does not count them yet."""
+        """Prepare a step. Return the positions of the new tokens, which `Sequence.num_tokens` does not count yet."""
         length = self._send([row.num_tokens for row in rows])
         for block in self.own:
             block.look(length + 1, self.cache.block_size)
         first, offset = rows[0].block_table[-1], rows[0].num_tokens % self.cache.block_size
         self.new: tuple[Any, ...] = (self.last, slice(None), length % self.cache.block_size)
-        """Where keys and values of the new tokens are written."""
+        """Index of the keys and values of the new tokens."""
         if self.in_order and all(row.num_tokens % self.cache.block_size == offset for row in rows):
             self.new = (slice(first, first + len(rows)), slice(None), offset)
         return self.prompt_keys + length
@@ -315,8 +315,8 @@ class DecodeLayout:
 
 
 def _weighed(blocks: list[TensorPair]) -> Tensor:
-    """Attention to the levels of blocks, by the sums of their scores. The first, of own tokens, every row has."""
-    if sum(len(out) for out, _ in blocks) > FEW:
+    """Merge partial attention by log-sum-exps. All rows have the first part, of the sequence itself."""
+    if sum(len(out) for out, _ in blocks) > MAX_SEQUENTIAL_MERGES:
         out, log = (torch.cat(some) for some in zip(*blocks, strict=True))
         return out.to(log.dtype).mul_(torch.softmax(log, 0).unsqueeze(-1)).sum(0)
     (total, log), *others = [(out[j], log[j]) for out, log in blocks for j in range(len(out))]

@@ -1,7 +1,7 @@
-"""Tokens that are given (prompts, observations, rows that come back), encoded with the decoder's own parts.
+"""Prefill with CUDA graphs, for prompts, observations and preempted sequences.
 
-A pass is a few kernels per layer, and the host takes longer to launch them than the card to compute them. So a pass is
-padded to one of a few sizes and captured at the second use of its size. Padding goes to a page that is nobody's.
+A prefill is a few kernels per layer, and the host takes longer to launch them than the GPU to compute them. So a
+prefill is padded to one of a few sizes and captured at the second use of its size. Padding is written to a spare block.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ascent.ops.cuda_graphs import GraphBackend, next_power_of_2, round_up_to_bu
 from ascent.ops.paged_kv_cache import PagedKVCache, TensorPair
 
 MAX_PREFILL_GRAPHS = 24
-"""Sizes that are captured, at most; further ones are launched."""
+"""Maximum number of captured sizes; other sizes are launched kernel by kernel."""
 MAX_GRAPH_WORK = 5e12
-"""Tokens times parameters from which on a pass takes the card longer than launching it takes the host."""
+"""Tokens times parameters from which a prefill takes the GPU longer than its launches take the host."""
 
 
 class PrefillGraphSize(NamedTuple):
-    """What a captured pass holds at most: the last segment but those that are empty is padding."""
+    """Capacity of a captured prefill. Unused tokens form one more segment of padding."""
 
     tokens: int
     keys: int
@@ -61,18 +61,18 @@ class StaticPrefillLayout:
 
 @dataclass
 class PrefillGraphs:
-    """The captured passes by their sizes, and how often a size was used."""
+    """Captured prefills by size, and how often each size was used."""
 
     graphs: GraphBackend
     most: int
-    """Tokens of a pass that is captured, at most."""
+    """Maximum number of tokens of a captured prefill."""
     by_size: dict[PrefillGraphSize, PrefillGraph] = field(default_factory=dict)
     used: Counter[PrefillGraphSize] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
 class PrefillModel:
-    """The model over tokens that are given, packed into one row: `extend` takes it in place of the model itself."""
+    """The model for prefills of packed segments, in place of the model of transformers (`HiddenStateModel`)."""
 
     net: DecoderModel
     ops: ModuleType
@@ -93,7 +93,7 @@ class PrefillModel:
         return self.through(ids[0], positions[0], layout).unsqueeze(0)
 
     def _captures(self, size: PrefillGraphSize, layout: PrefillLayout) -> bool:
-        """Now, at the second use of a size?"""
+        """Return whether to capture this size now: at its second use."""
         passes = self.passes
         passes.used[size] += 1
         if size.tokens > passes.most or passes.used[size] < 2 or len(passes.by_size) >= MAX_PREFILL_GRAPHS:
@@ -116,7 +116,7 @@ class PrefillModel:
 
 
 class PrefillGraph:
-    """A pass over up to so many tokens, in one launch."""
+    """A captured prefill of up to `size.tokens` tokens."""
 
     def __init__(self, prefill: PrefillModel, size: PrefillGraphSize, ids: Tensor, layout: PrefillLayout):
         self.size, self.nobodys = size, layout.cache.num_blocks - 1
@@ -145,7 +145,7 @@ class PrefillGraph:
         ]
 
     def __call__(self, ids: Tensor, layout: PrefillLayout) -> Tensor:
-        """Hidden states, with those of padding; the next pass writes others there."""
+        """Return the hidden states, with padding. The next call overwrites them."""
         torch._foreach_copy_(self.parts, self._padded(ids, layout))
         self.replay()
         return self.out.unsqueeze(0)

@@ -10,32 +10,33 @@ from functools import lru_cache
 from typing import Any
 
 TORN = "\N{REPLACEMENT CHARACTER}"
-"""Stands for bytes that are no whole character yet."""
+"""Stands for bytes that are not a complete character yet."""
 SLACK = 4
 """Characters at the start of a cut-out text that may differ from the whole: a space, or part of a character."""
 
 
 class StopStrings:
-    """Knows which tokens can complete one of the strings, and looks at the text behind those alone."""
+    """Finds the token that completes a stop string. Text is decoded only at tokens that can complete one."""
 
     def __init__(self, strings: tuple[str, ...], tokenizer: Any, vocab: int):
         self.strings, self.tokenizer = strings, tokenizer
         self.longest = max(map(len, strings))
         self.may_complete = _may_complete(strings, tokenizer, vocab)
-        """By token, 1 where its text can hold the last character of a string."""
+        """By token: 1 if its text can contain the last character of a stop string."""
         names = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
         self.named = frozenset(token for name, token in names if name in strings)
-        """Special tokens that are stop strings themselves."""
+        """Special tokens whose names are stop strings."""
 
     def end(self, tokens: list[int], start: int = 0) -> int:
-        """How many tokens there are up to the first from `start` on that completes a string; 0: none does."""
+        """Return the length up to the first token, from `start` on, that completes a stop string; 0: none does."""
         some = (k for k in range(start, len(tokens)) if self.may_complete[tokens[k]])
         return next((k + 1 for k in some if tokens[k] in self.named or self._completed(tokens[: k + 1])), 0)
 
     def _completed(self, tokens: list[int]) -> bool:
-        """Does the last of these tokens complete a string? Only as much text is read as it takes to say no.
+        """Return whether the last token completes a stop string. Decodes as few tokens as possible.
 
-        A cut-out text may begin with a torn character, and some tokenizers then tear all bytes that follow it.
+        Text decoded from the middle may begin with an incomplete character, and some tokenizers then break all bytes
+        that follow it.
         """
         width = self.longest + 2 * SLACK
         while True:

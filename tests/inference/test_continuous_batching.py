@@ -19,7 +19,12 @@ from ascent.core.errors import RunError
 from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Prompts
 from ascent.inference import continuous_batching
-from ascent.inference.continuous_batching import SWITCH, LocalConversationEngine, serve_requests, short_switch_interval
+from ascent.inference.continuous_batching import (
+    SWITCH_INTERVAL_SECONDS,
+    LocalConversationEngine,
+    serve_requests,
+    short_switch_interval,
+)
 from ascent.inference.engine import LocalEngine
 from ascent.inference.request_queue import Completion, CompletionDelta, QueueFullError, Request, RequestQueue
 from ascent.inference.runners import cuda_graph, paged
@@ -453,5 +458,5 @@ def test_rows_whose_turns_ended_together_go_on_when_all_of_them_are_back() -> No
 def test_threads_take_turns_while_requests_are_served() -> None:
     before = sys.getswitchinterval()
     with short_switch_interval():
-        assert sys.getswitchinterval() == pytest.approx(SWITCH)
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_SECONDS)
     assert sys.getswitchinterval() == before

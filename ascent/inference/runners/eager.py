@@ -8,10 +8,10 @@ from ascent.models.causal_lm import LanguageModel
 
 
 class EagerRunner:
-    """The fallback for architectures whose attention is not ours to call: transformers' own cache.
+    """The fallback for architectures whose attention cannot be replaced: the KV cache of transformers.
 
-    Prompts are repeated for their samples and padded on the left; finished responses leave the batch,
-    and the next `rows` enter when it is empty.
+    Prompts are repeated for their samples and padded on the left. Finished responses leave the batch; the next `rows`
+    responses start when it is empty.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class EagerRunner:
             mask = torch.cat([mask, mask.new_ones(len(row), 1)], -1)
 
     def _next(self, hidden: Tensor, row: list[int], observed: dict[int, list[int]]) -> tuple[Tensor, list[bool]]:
-        """The next token of these responses, drawn or of an observation, and which of them continue."""
+        """Return the next token of these responses, sampled or from an observation, and which responses continue."""
         token = torch.tensor([observed[response].pop(0) if observed.get(response) else -1 for response in row])
         drawing = (token < 0).nonzero().flatten().tolist()
         over: set[int] = set()
@@ -67,7 +67,7 @@ class EagerRunner:
             responses = [row[i] for i in drawing]
             token[drawing] = self.generation.sample(hidden[drawing], responses).cpu()
             over.update(self.generation.finish_turns(responses))
-        while self.generation.waits_for_input:  # without a cache of our own nobody can be parked
+        while self.generation.waits_for_input:  # this cache cannot suspend a sequence
             for response, tokens in self.generation.poll_observations(wait=True):
                 observed[response] = list(tokens)
                 over.update([] if tokens else [response])

@@ -1,4 +1,4 @@
-"""Llama and its like as a CPU decodes with them: copies of the matrices in the order that products with few rows like.
+"""Models of the Llama family for decoding on a CPU: copies of the weights, packed for matmuls with few rows.
 
 Matrices that read the same states are one product. Their copies are panels for kernels in C (kernels/cpu.py); on Arm,
 and where there are no such kernels, large ones are packed by oneDNN, which then reads them in the order of its kernels.
@@ -84,7 +84,7 @@ class PackedMatmul:
     a: Tensor | None = None
     b: Tensor | None = None
     gates: bool = False
-    """They are gate and up."""
+    """Whether the weights are the gate and up projections."""
     copy: Tensor | cpu_kernels.PackedWeight = None  # type: ignore[assignment]
     """Panels, packed by oneDNN, or `[in out]`; there from the first `renew` on."""
     bias: Tensor | None = None
@@ -92,7 +92,7 @@ class PackedMatmul:
     """Of the matrices, when they were copied."""
 
     def renew(self, version: int) -> None:
-        """Copy the matrices if they have changed. `version`: of the parameters that are trained."""
+        """Copy the weights if they have changed. `version`: version of the trained parameters."""
         every = [*self.weights, *self.biases]
         now = tuple((version if w.requires_grad else -1, w._version, w.data_ptr()) for w in every)
         if now == self.state:
@@ -120,7 +120,7 @@ class PackedMatmul:
         return y if self.a is None or self.b is None else y.addmm_(x.to(y.dtype) @ self.a.t(), self.b.t())
 
     def _plain(self, x: Tensor) -> Tensor:
-        """With the matrices as they are: faster for a row alone, and for many."""
+        """Multiply with the original weights, which is faster for one row and for many rows."""
         y = torch.cat([F.linear(x, weight) for weight in self.weights], 1)
         return y if self.bias is None else y.add_(self.bias)
 
@@ -139,7 +139,7 @@ def _copied(weights: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class PackedHead(LMHead):
-    """A head whose product is one of copies."""
+    """An LM head whose matmul uses packed weights."""
 
     product: PackedMatmul = None  # type: ignore[assignment]
 
@@ -206,7 +206,7 @@ class PackedCpuModel:
 
     @torch.no_grad()
     def refresh(self, version: int) -> LMHead:
-        """Copy what has changed; the head to draw with. `version`: of the parameters that are trained."""
+        """Copy changed weights and return the LM head. `version`: version of the trained parameters."""
         if self.addresses != self._addresses():
             self._build()
         self.net.copies.refresh()
@@ -244,13 +244,13 @@ class PackedCpuModel:
 
 
 class RowwiseDecodeLayout:
-    """The layout of a step (`Decoding` in cache.py) whose attention is one call of C, row by row."""
+    """The layout of a decode step, like `DecodeLayout`, whose attention is one call of a C kernel."""
 
     def __init__(self, cache: PagedKVCache):
         self.cache = cache
 
     def arrange(self, rows: GenericSequence[Sequence], schedule: Scheduler) -> None:
-        """Work out who reads what. It holds until rows enter, leave, or get pages."""
+        """Set the sequences of the batch. Call it again when sequences enter, leave or get blocks."""
         pages = [[*schedule.prompt_blocks[row.prompt_id], *row.block_table] for row in rows]
         width = max(map(len, pages))
         self.table = torch.tensor([own + [0] * (width - len(own)) for own in pages])
@@ -258,7 +258,7 @@ class RowwiseDecodeLayout:
         self.known = torch.tensor([schedule.prompt_lengths[row.prompt_id] for row in rows])
 
     def begin(self, rows: GenericSequence[Sequence]) -> Tensor:
-        """The new tokens' positions. Row.length does not count them yet."""
+        """Return the positions of the new tokens, which `Sequence.num_tokens` does not count yet."""
         self.length = torch.tensor([row.num_tokens for row in rows])
         return self.known + self.length
 
@@ -290,7 +290,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def build_packed_cpu_model(lm: LanguageModel) -> PackedCpuModel | None:
-    """What decodes this model on a CPU, if it is like Llama."""
+    """Return the packed model, or None for an unsupported architecture."""
     try:
         packed = PackedCpuModel(lm)
         off = gap(packed)
@@ -301,7 +301,7 @@ def build_packed_cpu_model(lm: LanguageModel) -> PackedCpuModel | None:
 
 @torch.no_grad()
 def gap(packed: PackedCpuModel) -> float:
-    """How far hidden states are from the model's own on a few random tokens, relative to their size."""
+    """Return the maximum relative error of the hidden states on a few random tokens, against the model itself."""
     lm = packed.lm
     ids = torch.randint(lm.vocab, (1, 24), generator=torch.Generator().manual_seed(0))
     positions, row = torch.arange(12).repeat(2)[None], PackedLayout([PackedGroup(0, 12, ()), PackedGroup(12, 12, ())])

@@ -14,14 +14,14 @@ from ascent.models.packed_attention import packed_attention_enabled
 from ascent.ops.paged_kv_cache import PagedKVCache
 
 BLOCK_SIZE, WIDE_BLOCK_SIZE = 32, 64
-"""Tokens on a page of the cache; wide ones, which are fewer, where there is room for all that rows can need."""
+"""Tokens per block; and per block where the cache has room for everything that the sequences can need."""
 
 
 class PagedRunner:
-    """Decodes all samples of all prompts, at most `rows` of them at once, on at most `room` tokens of cache.
+    """Decodes with a paged KV cache of at most `room` tokens and a batch of at most `rows` sequences.
 
-    Prompts are encoded as their first sample enters, packed together. A finished response leaves at once, and the next
-    one that waits takes its place.
+    Prompts are prefilled together when their first sequences are scheduled. A waiting sequence takes the place of a
+    finished one at once.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class PagedRunner:
         room: int = 0,
         net: HiddenStateModel | None = None,
     ):
-        """`net`: what computes hidden states in place of the model."""
+        """`net`: a faster implementation of the model."""
         self.lm, self.prompts, self.generation, self.hidden_model = lm, dict(enumerate(prompts)), drawn, net or lm
         rows, lengths = min(rows, len(drawn.lengths)), [len(p) for p in prompts]
         slots = min(len(prompts) or rows, -(-rows // samples) + 1)
@@ -54,11 +54,11 @@ class PagedRunner:
         )
         self.cache = self.decoding.cache
         self.prompt_hidden: dict[int, Tensor] = {}
-        """The last hidden state of each encoded prompt, from which its samples draw their first token."""
+        """The last hidden state of each prompt, from which the first tokens of its responses are sampled."""
         self.last_tokens = {response: int(drawn.tokens[response, before]) for response, before in begun.items()}
-        """The token that each response feeds next: the one drawn last, or the last of an observation."""
+        """The token that each sequence feeds next: the one sampled last, or the last of an observation."""
         self.uncached_tokens: dict[int, list[int]] = {}
-        """By response, the tokens before that one which are not in its pages yet, though it has pages."""
+        """Tokens before that one that are not in the KV cache yet, of sequences with an observation."""
 
     def __call__(self) -> None:
         schedule, before, device = self.scheduler, None, self.lm.device
@@ -73,7 +73,9 @@ class PagedRunner:
                     if self.generation.waits_for_input:
                         self._poll(wait=True)
                     continue
-                now = [(row, len(row.block_table)) for row in rows]  # a slot may hold another row than before
+                now = [
+                    (row, len(row.block_table)) for row in rows
+                ]  # compares objects: a preempted sequence returns as a new one
                 if now != before:
                     self.decoding.arrange(rows, schedule)
                 before = now
@@ -95,7 +97,7 @@ class PagedRunner:
             self.prompt_hidden.pop(prompt, None)
 
     def _sample(self, hidden: Tensor, responses: list[int]) -> None:
-        """The next token of these responses; those that are over leave, and those that ask for an answer are parked."""
+        """Sample the next token of these sequences. Remove finished ones; suspend those that wait for input."""
         tokens = self.generation.sample(hidden, responses).tolist()
         self.last_tokens |= dict(zip(responses, tokens, strict=True))
         for response in self.generation.finish_turns(responses):
@@ -106,9 +108,9 @@ class PagedRunner:
                     self.scheduler.suspend(response)
 
     def _poll(self, wait: bool) -> None:
-        """Responses that were answered want a lane again, but for those that are over.
+        """Resume sequences with new observations, and add new requests.
 
-        An observation joins its row's cache, all but its last token, which is fed next.
+        An observation is prefilled except for its last token, which is fed next.
         """
         for response, tokens in self.generation.poll_observations(wait):
             if not tokens:
@@ -124,7 +126,7 @@ class PagedRunner:
             self.scheduler.add(response, prompt, len(ids), max(begun - 1, 0))
 
     def _prefill(self, rows: list[Sequence], tokens: list[list[int]]) -> None:
-        """These tokens are the last of what their rows hold: into their pages."""
+        """Prefill the last tokens of these sequences."""
         prompts, keys = self.scheduler.prompt_blocks, self.scheduler.prompt_lengths
         segments = [
             PrefillSegment(
@@ -136,17 +138,17 @@ class PagedRunner:
             extend(self.hidden_model, self.cache, tokens, segments)
 
     def _start_sequences(self) -> None:
-        """Let waiting responses in while there is room; their first tokens come from their prompts."""
+        """Schedule sequences while there is room, and sample the first tokens of new ones."""
         schedule = self.scheduler
         while True:
             there = set(schedule.sequences.values())
             if not (entering := schedule.schedule()):
                 return
             self._prefill_prompts()
-            back = [row for row in entering if row.num_tokens]  # they were parked, or evicted
+            back = [row for row in entering if row.num_tokens]  # they were suspended or preempted
             given = [self.uncached_tokens.pop(row.seq_id, []) for row in back]
             for i, row in enumerate(back):
-                if row not in there:  # its pages are new, though it may have had others just before
+                if row not in there:  # it was preempted, and its new blocks are empty
                     given[i] = self.generation.tokens[row.seq_id, : row.num_tokens].tolist()
             self._prefill(back, given)
             new = [row.seq_id for row in entering if row.seq_id not in self.last_tokens]
