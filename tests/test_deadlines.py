@@ -64,6 +64,6 @@ def silent_actor() -> Any:
 
 def test_learners_of_a_cluster_that_do_not_answer_end_the_run() -> None:
     run: Any = SimpleNamespace(ray=SilentRay(), ranks=[silent_actor()], asked=[], drawing=[], heard=False)
-    with pytest.raises(RunError, match="a learner does not come back"):
+    with pytest.raises(RunError, match="a learner did not restart"):
         ray_cluster.Launch._ready(run)
     assert ray_cluster.Launch._hear(run, run.ranks[0]) == 1

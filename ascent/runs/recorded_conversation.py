@@ -1,8 +1,7 @@
-"""A recorded response of several turns, read back as a conversation: who said what, and what each turn earned.
+"""Read recorded multi-turn responses as conversations: messages, and the reward of each turn.
 
-A row of the records has tokens with their texts (`pieces`), which of them the policy drew (`mask`), the turn of each,
-and what every turn earned and waited for. Terminal, report and viewer read it here. A row may come from a file that
-somebody else wrote: a list that does not fit its tokens is left out.
+A recorded row has tokens with their texts (`pieces`), the mask of sampled tokens, the turn of each token, the reward
+and the waiting time of every turn. Rows may come from untrusted files: lists of the wrong length are ignored.
 """
 
 import math
@@ -19,38 +18,38 @@ from ascent.rollout.conversations import FAILED_PREFIX, TRUNCATED_PREFIX, TURN_L
 from ascent.runs.display.terminal import printable, width
 
 TURN_REWARD, TURN_SECONDS = OF_TURNS = ("turn_reward", "time/turns")
-"""The columns with a number per turn: what it earned, and how long the environment took to answer it."""
+"""The columns with a number per turn: its reward, and the seconds that the environment took to answer."""
 POLICY, ENVIRONMENT, TOOL = SPEAKERS = ("policy", "environment", "tool")
 WAITED = 0.01
-"""Seconds of waiting that are worth a word."""
+"""Minimum seconds of waiting to show."""
 _NOTE = re.compile(r"(?:^|; )turn (\d{1,9}): ")
 _COLOURS = {POLICY: "", ENVIRONMENT: "36", TOOL: "35"}
 _QUIET = "2"
 
 
 class Speech(NamedTuple):
-    """What one speaker says, without a break. Only turns of the policy earn something, and wait for an answer."""
+    """One message of a conversation. Only turns of the policy have rewards and waiting times."""
 
     who: str
     turn: int
-    """Counted from 1; an answer has the number of the turn that it answers."""
+    """The turn, from 1; an observation has the number of the turn before it."""
     text: str
     tokens: int
     reward: float | None = None
     advantage: float | None = None
-    """The mean over its tokens."""
+    """Mean over the tokens."""
     seconds: float | None = None
     note: str = ""
-    """What was said about the turn: its calls, why the episode ended."""
+    """Notes about the turn: its tool calls, why the episode ended."""
 
 
 def drawn_tokens(row: Mapping[str, Any]) -> list[bool] | None:
-    """Which tokens of a row the policy drew; None: all of them, or nobody knows."""
+    """Return which tokens the policy sampled; None: all of them, or unknown."""
     return _fitting(row, "mask", bool)
 
 
 def turn_numbers(row: Mapping[str, Any]) -> list[int] | None:
-    """The turn of each token, counted from 0; None: nobody knows."""
+    """Return the turn of each token, from 0; None: unknown."""
     return _fitting(row, "turn", int)
 
 
@@ -61,7 +60,7 @@ def _fitting(row: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def conversation(row: Mapping[str, Any]) -> list[Speech]:
-    """The speeches of a recorded response, in order; empty where it is not known to be a conversation."""
+    """Return the messages of a recorded response in order; empty if it is not a conversation."""
     turn, pieces = turn_numbers(row), row.get("pieces")
     if turn is None or not isinstance(pieces, list) or len(pieces) != len(turn):
         return []
@@ -90,25 +89,25 @@ def conversation(row: Mapping[str, Any]) -> list[Speech]:
 
 
 def _at(row: Mapping[str, Any], name: str, place: int) -> float | None:
-    """The number of a turn, where there is a finite one."""
+    """Return the finite number of a turn, or None."""
     values = row.get(name)
     value = values[place] if isinstance(values, list) and 0 <= place < len(values) else None
     return value if isinstance(value, float) and math.isfinite(value) else None
 
 
 def notes_of(row: Mapping[str, Any]) -> dict[int, str]:
-    """What the reason of a response says of each turn, by its number; with the last one, the rest of the reason."""
+    """Return the notes in the reason of a response, by turn; the last one includes the rest of the reason."""
     _, *parts = _NOTE.split(str(row.get("reason") or ""))
     return {int(number): note for number, note in zip(parts[::2], parts[1::2], strict=True)}
 
 
 def environment_failed(reason: str) -> bool:
-    """Does this reason say that the environment of a response failed?"""
+    """Return whether the reason says that the environment of a response failed."""
     return any(note.startswith(FAILED_PREFIX) for note in notes_of({"reason": reason}).values())
 
 
 def ending(row: Mapping[str, Any], speeches: Sequence[Speech]) -> str:
-    """Why a conversation ended, in words."""
+    """Return why a conversation ended."""
     last = next((speech for speech in reversed(speeches) if speech.who == POLICY), None)
     notes = last.note.split("; ") if last and last.note else []
     said = [part for part in notes if not (parse_tool_counts(part) or part.startswith(TRUNCATED_PREFIX))]
@@ -122,7 +121,7 @@ def ending(row: Mapping[str, Any], speeches: Sequence[Speech]) -> str:
 
 
 def colour_wanted() -> bool:
-    """Is this a terminal that shows colours? NO_COLOR says no (no-color.org)."""
+    """Return whether the terminal shows colors; NO_COLOR disables them (no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -131,7 +130,7 @@ def painted(text: str, code: str, colour: bool) -> str:
 
 
 def speech_lines(who: str, text: str, colour: bool) -> list[str]:
-    """What somebody says, as text whatever is in it; the speaker's name stands before the first line."""
+    """Format a message as printable lines, with the speaker's name before the first line."""
     room = max(20, min(width(), 120) - 15)
     lines = [part for line in printable(text).strip().split("\n") for part in textwrap.wrap(line, room) or [""]]
     lines = lines if any(lines) else ["(no words)"]
@@ -142,19 +141,19 @@ def speech_lines(who: str, text: str, colour: bool) -> list[str]:
 
 
 def counts_of(note: str) -> dict[str, int]:
-    """The calls of a turn, by its note; empty where there are none."""
+    """Return the tool calls of a turn from its note; empty if there are none."""
     return parse_tool_counts(note.split("; ")[0])
 
 
 def calls_words(counts: Mapping[str, int]) -> str:
-    """3 calls (1 unparsed)."""
+    """Format counts of calls: 3 calls (1 unparsed)."""
     calls = counts.get("calls", 0)
     wrong = [f"{counts[name]} {name}" for name in TOOL_COUNT_NAMES[1:] if counts.get(name)]
     return f"{calls} {'call' if calls == 1 else 'calls'}" + (f" ({', '.join(wrong)})" if wrong else "")
 
 
 def turn_words(speech: Speech) -> str:
-    """What a turn earned; of an answer, to which turn it is."""
+    """Describe a turn with its reward and advantage, or the turn that an observation answers."""
     said = [f"turn {speech.turn}"] if speech.who == POLICY else [f"to turn {speech.turn}"]
     said += [f"reward {speech.reward:.3g}"] if speech.reward is not None else []
     said += [f"A {speech.advantage:+.3f}"] if speech.advantage is not None else []
@@ -165,7 +164,7 @@ def turn_words(speech: Speech) -> str:
 
 
 def conversation_lines(speeches: Sequence[Speech], ended: str, colour: bool) -> list[str]:
-    """A conversation for a terminal: every turn with what it earned, and why it ended."""
+    """Format a conversation for a terminal: every turn with its reward, and why it ended."""
     lines: list[str] = []
     for speech in speeches:
         said, earned = speech_lines(speech.who, speech.text, colour), f"· {turn_words(speech)}"

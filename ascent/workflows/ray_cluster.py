@@ -1,7 +1,7 @@
-"""Learners and samplers on the machines of a Ray cluster. Ray is imported when it is used.
+"""Run learners and samplers as actors of a Ray cluster. Ray is imported on use.
 
-Each learner is an actor that starts one rank, as torchrun would; ranks find each other by torch.distributed. Each
-sampler is an actor with a copy of the policy, which rank 0 calls over Ray. Weights come by torch.distributed.
+Each learner is an actor that starts one rank, like torchrun; ranks communicate by torch.distributed. Each sampler is an
+actor with a copy of the policy, which rank 0 calls through Ray. Weights are sent by torch.distributed.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from ascent.settings import config_from
 
 PREFIX = "ascent-"
 POLL = 0.2
-"""Seconds between two looks at what the learners say."""
+"""Seconds between two polls of the learners."""
 PLACED = 120.0
-"""Seconds that the cluster may take to find room."""
+"""Timeout in seconds to place the actors."""
 MORE = 64
-"""Samplers that may be added on a cluster of this machine alone, where only GPUs are counted."""
+"""Maximum number of samplers that can be added on a local cluster, where only GPUs are counted."""
 RESTARTS = 100
-"""Times that a sampler may be started again."""
+"""Maximum number of restarts of a sampler."""
 REFUSED = 2
-"""The exit status of a command that was refused: it would be again."""
+"""Exit status of a command with invalid settings, which is not restarted."""
 
 
 def connect(address: str | None, actors: int = 0) -> bool:
-    """Join the Ray cluster there, or start one on this machine; True: it was started."""
+    """Connect to a Ray cluster, or start a local one; return True if one was started."""
     # Ray itself looks for a token only if no address is given.
-    told = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    if told or (Path.home() / ".ray" / "auth_token").exists():
+    has_token = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if has_token or (Path.home() / ".ray" / "auth_token").exists():
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # before Ray is imported
     ray = import_ray()
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
@@ -71,7 +71,7 @@ def connect(address: str | None, actors: int = 0) -> bool:
 
 
 def _answers(address: str) -> None:
-    """Raise if nobody listens there: Ray itself would wait for minutes."""
+    """Raise if nothing listens at the address; Ray itself would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     socket.create_connection((host, int(port)), timeout=5).close()
 
@@ -80,7 +80,7 @@ def _answers(address: str) -> None:
 
 
 class LearnerProcess:
-    """One rank, as a process of its own: signals and the main thread are as torchrun would leave them."""
+    """An actor that runs one rank in a separate process, with the signals and main thread of a torchrun rank."""
 
     def __init__(self, rank: int, size: int, run: str):
         self.rank, self.size, self.run = rank, size, run
@@ -88,10 +88,10 @@ class LearnerProcess:
         self.said: list[tuple[str, bytes]] = []
         self.readers: list[threading.Thread] = []
         self.wanted = 0
-        """Samplers that somebody has asked for since the launcher looked."""
+        """Number of samplers requested since the launcher last polled."""
 
     def place(self) -> tuple[str, int]:
-        """Where ranks can meet: this machine, and a free port of it."""
+        """Return the address of this machine and a free port, for the ranks to meet."""
         with socket.socket() as free:
             free.bind(("", 0))
             return import_ray().util.get_node_ip_address(), free.getsockname()[1]
@@ -116,19 +116,19 @@ class LearnerProcess:
             self.said.append((name, data))
 
     def poll(self) -> tuple[list[tuple[str, bytes]], int | None, int]:
-        """What it has said since the last call, its exit status once it has ended, and samplers to be added.
+        """Return the output since the last call, the exit status if the rank has ended, and requested samplers.
 
-        An actor that takes the place of a lost one has no rank: that one has ended.
+        An actor that replaces a lost one has no rank, which counts as ended.
         """
         status = self.process.poll() if self.process else 1
         for reader in self.readers if status is not None else ():
-            reader.join(5)  # its last words
+            reader.join(5)  # read its last output
         count, wanted = len(self.said), self.wanted
         words, self.said, self.wanted = self.said[:count], self.said[count:], 0
         return words, status, wanted
 
     def want(self, samplers: int) -> None:
-        """`ascent cluster add`: the launcher starts them, so that they end with it."""
+        """Request more samplers (`ascent cluster add`); the launcher starts them, so that they end with it."""
         self.wanted += samplers
 
     def interrupt(self, number: int) -> None:
@@ -140,16 +140,16 @@ class LearnerProcess:
 
 
 def _before_rank() -> None:
-    """A rank hears of Ctrl-C, which Ray blocks in its workers; and it does not outlive its actor."""
+    """Unblock Ctrl-C, which Ray blocks in its workers, and end the rank with its actor."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 
 
 def sampler_from(settings: dict[str, Any]) -> tuple[Any, Any]:
-    """What draws for a replica, and what answers its probes, with one copy of the model.
+    """Return the rollout engine of a replica and the local engine for its probes, with one copy of the model.
 
-    Its trained parameters come with the first load, and an engine's server is started then.
+    The first load brings the trained parameters and starts the server of a remote engine.
     """
     import torch
 
@@ -173,17 +173,17 @@ class SamplerActor(Replica):
 
 @dataclass
 class Launch:
-    """What is started on a cluster."""
+    """The actors and the command to start on a cluster."""
 
     args: Sequence[str]
-    """The words of `ascent train` or `ascent resume`, as every rank gets them."""
+    """The arguments of `ascent train` or `ascent resume` for every rank."""
     learners: int
     samplers: int
     gpus: bool
     restarts: int
-    """Times that learners are started again after one was lost."""
+    """Maximum number of restarts of the learners after one was lost."""
     say: Callable[[str, bytes], None]
-    """Takes a stream's name, and what a rank has written there."""
+    """Receives the name of a stream and the output of a rank."""
 
     def __call__(self, address: str | None) -> int:
         """Place actors, run the command on every learner, and return the exit status of rank 0."""
@@ -219,7 +219,7 @@ class Launch:
         return self.ray.remote(cls).options(name=name, namespace=self.run, **more).remote(*own)
 
     def _sampler(self, number: int, group: Any = None, index: int = -1) -> Any:
-        """One of the start has its place in the group; one that is added gets it wherever there is room."""
+        """Start a sampler: initial ones in the placement group, added ones wherever there is room."""
         where = {} if group is None else {"scheduling_strategy": self.place(group, placement_group_bundle_index=index)}
         return self._actor(SamplerActor, f"sampler-{number}", RESTARTS, **where)
 
@@ -241,19 +241,19 @@ class Launch:
         return status
 
     def _ready(self) -> tuple[str, int]:
-        """Where ranks meet, once every learner is there; Ray starts one again that was lost."""
+        """Wait for every learner and return the address where the ranks meet; Ray restarts lost learners."""
         until = time.monotonic() + PLACED
         while True:
             try:
                 return self.ray.get([rank.place.remote() for rank in self.ranks], timeout=PLACED)[0]
             except (self.ray.exceptions.RayActorError, self.ray.exceptions.GetTimeoutError) as error:
                 if time.monotonic() > until:
-                    raise RunError(f"a learner does not come back: {str(error).splitlines()[0]}") from None
+                    raise RunError(f"a learner did not restart: {str(error).splitlines()[0]}") from None
             time.sleep(POLL)
 
     @contextmanager
     def _hearing(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM are kept for rank 0, which saves and ends."""
+        """Forward Ctrl-C and SIGTERM to rank 0, which saves and stops."""
         self.asked, self.heard = [], False
         ends = (signal.SIGINT, signal.SIGTERM)
         kept = {number: signal.signal(number, lambda got, _: self.asked.append(got)) for number in ends}
@@ -264,7 +264,7 @@ class Launch:
                 signal.signal(number, handler)
 
     def _follow(self) -> int:
-        """Pass on what the ranks say until all have ended."""
+        """Forward the output of the ranks until all have ended."""
         statuses: dict[int, int] = {}
         while len(statuses) < len(self.ranks):
             for number in [n for n in range(len(self.ranks)) if n not in statuses]:
@@ -275,7 +275,7 @@ class Launch:
         return statuses[0] or max(statuses.values())
 
     def _hear(self, rank: Any) -> int | None:
-        """The news of one rank; its exit status once it has ended."""
+        """Forward the output of one rank; return its exit status if it has ended."""
         try:
             while self.asked and rank is self.ranks[0]:
                 self.heard = True
@@ -290,12 +290,12 @@ class Launch:
         return status
 
 
-# ---- runs that are there
+# ---- running clusters
 
 
 @contextmanager
 def joined(address: str | None) -> Iterator[Any]:
-    """Ray, connected to a cluster that runs."""
+    """Connect to a running Ray cluster."""
     connect(address)
     ray = import_ray()
     try:
@@ -305,7 +305,7 @@ def joined(address: str | None) -> Iterator[Any]:
 
 
 def cluster_status(address: str | None) -> list[dict[str, Any]]:
-    """Of every cluster run there, who does what."""
+    """Return the state of every actor of every run on the cluster."""
     with joined(address) as ray:
         named = [a for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"].startswith(PREFIX)]
         found = []
@@ -322,7 +322,7 @@ def cluster_status(address: str | None) -> list[dict[str, Any]]:
 
 
 def add_samplers(address: str | None, run: str | None, count: int) -> str:
-    """Have so many more samplers started; the name of the run."""
+    """Request more samplers; return the name of the run."""
     with joined(address) as ray:
         run = _only_run(ray, run)
         ray.get(ray.get_actor("learner-0", namespace=run).want.remote(count), timeout=PLACED)
@@ -330,7 +330,7 @@ def add_samplers(address: str | None, run: str | None, count: int) -> str:
 
 
 def remove_sampler(address: str | None, run: str | None, name: str) -> str:
-    """Have a sampler finish what it draws, and end; the name of the run."""
+    """Let a sampler finish its work and stop; return the name of the run."""
     with joined(address) as ray:
         run = _only_run(ray, run)
         names = replica_names(ray, run)
