@@ -139,9 +139,9 @@ class Endpoint:
             raise HTTPException(404, f"{route}: not found")
         return handler
 
-    def _render_error(self, request: Request, error: Exception) -> Response:
+    async def _render_error(self, request: Request, error: Exception) -> Response:
         self.counts["refused"] += 1
-        return render_api_error(request, error)
+        return render_api_error(error)
 
     # ---- routes
 

@@ -242,7 +242,7 @@ def error_status(error: Exception) -> int:
     return 502 if isinstance(error, ServerLostError) else 422 if isinstance(error, RunError) else 400
 
 
-def render_relay_error(_: Request, error: Exception) -> Response:
+async def render_relay_error(_: Request, error: Exception) -> Response:
     """Handle an exception of a route. The connection is closed, because the rest of the request is not read."""
     message: Any = str(error)
     if isinstance(error, HTTPException):

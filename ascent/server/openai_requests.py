@@ -245,7 +245,7 @@ class SamplingFields(WireModel):
         """The settings that differ from the defaults, with long values shortened."""
         sampling = ("temperature", "top_k", "top_p", "min_p", "seed")
         values = {name: getattr(self, name) for name in sampling if getattr(self, name) is not None} | self.unsupported
-        return {name: value if (text := _quoted(value))[-1:] != "…" else text for name, value in values.items()}
+        return {name: _shorten(value) for name, value in values.items()}
 
 
 class ChatRequest(SamplingFields):
@@ -345,6 +345,12 @@ def describe_error(error: ValidationError, model: type[BaseModel]) -> str:
     field = model.model_fields.get(str(first["loc"][0])) if first["loc"] else None
     hint = f". {field.description}" if field and field.description else ""
     return f"{path or 'the request body'}: {message}{given}{hint}"
+
+
+def _shorten(value: Any) -> Any:
+    """Return a value, or the beginning of its JSON if it is long."""
+    text = _quoted(value)
+    return text if text.endswith("…") else value
 
 
 def _quoted(value: Any) -> str:

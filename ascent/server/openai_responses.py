@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ascent.core.errors import RunError
@@ -78,8 +77,8 @@ def format_error(error: Exception) -> tuple[int, dict[str, Any]]:
     return status, {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-def render_api_error(_: Request, error: Exception) -> Response:
-    """Handle an exception of a route. The connection is closed, because the rest of the request is not read."""
+def render_api_error(error: Exception) -> Response:
+    """Return the response to a failed request. It closes the connection: the rest of the request is not read."""
     status, body = format_error(error)
     headers = {"connection": "close"} | dict(getattr(error, "headers", None) or {})
     if status == 429:
