@@ -10,7 +10,6 @@ import fcntl
 import gc
 import os
 import signal
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -27,15 +26,12 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
 import jaxtyping
 from jaxtyping import install_import_hook
 
-from tests.shapes import shaped
-
 # Before anything imports ascent: under pytest, and only there, every shape is checked. beartype has to
 # be able to ask whether something meets a protocol, so every protocol allows it here.
 Protocol._is_runtime_protocol = True  # type: ignore[attr-defined]
 ROOT = Path(__file__).parents[1]
 SHAPED = [path for path in ROOT.glob("ascent/**/*.py") if "\nfrom jaxtyping import " in path.read_text()]
 """The modules whose annotations have shapes. The others handle words and files: mypy is enough for them."""
-jaxtyping.jaxtyped = shaped  # what the hook decorates with
 install_import_hook([".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SHAPED], "beartype.beartype")
 
 import pytest  # noqa: E402
@@ -67,17 +63,13 @@ settings.load_profile("ascent")
 
 @pytest.fixture(scope="session", autouse=True)
 def state_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What outlives a program is kept elsewhere than that of the user; and nobody waits for the disk.
-
-    All workers share it, and what was written outlives a killed process without: only a power cut needs that.
-    """
+    """Keep the state folder of the tests apart from the user's; all workers share it."""
     root = tmp_path_factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
     (root / "state").mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(root / "state"))
         patch.setenv("COLUMNS", "160")  # the same with and without xdist, whose workers have no terminal
-        patch.setattr(os, "fsync", lambda file: os.fstat(file) and None)
         yield
 
 
@@ -113,14 +105,9 @@ def proven_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def checked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Shapes are checked, but not where the same is computed again and again.
-
-    That is in slow tests, in smokes, in unchecked ones, and in two of three cases of a test with many: every function
-    that has shapes is then still called in a test that checks them.
-    """
+    """Check shapes, except in tests marked slow, smoke or unchecked (whole trainings)."""
     node = request.node
     repeats = any(node.get_closest_marker(mark) for mark in ("slow", "smoke", "unchecked"))
-    repeats |= hasattr(node, "callspec") and zlib.crc32(node.nodeid.encode()) % 3 > 0
     jaxtyping.config.update("jaxtyping_disable", repeats)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
