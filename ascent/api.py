@@ -281,15 +281,21 @@ def reopen_run(
             parts.notes += tuple(_record_changed_objects(existing, folder, first))
         if from_step is not None:
             folder.back_up_records(first)
-        for later in existing.checkpoints:
-            if chosen is not None and checkpoint.step_of(later) > checkpoint.step_of(chosen):
-                later.rename(later.with_name(f"replaced-{later.name}-{time.time_ns()}"))
+        if chosen is not None:
+            _set_aside_later_checkpoints(existing, chosen)
         journal.keep(first, drawn)
         folder.cut(sizes, first)
     except BaseException:
         folder.close()
         raise
     return PreparedRun(parts, folder, display, first, state)
+
+
+def _set_aside_later_checkpoints(existing: Run, chosen: Path) -> None:
+    """Rename the checkpoints after the chosen one, so that none of them is taken for the newest."""
+    for later in existing.checkpoints:
+        if checkpoint.step_of(later) > checkpoint.step_of(chosen):
+            later.rename(later.with_name(f"replaced-{later.name}-{time.time_ns()}"))
 
 
 def _replay(journal: Journal, parts: RunParts, first: int) -> int:

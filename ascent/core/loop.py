@@ -74,11 +74,7 @@ def train(
     Yields the number of each finished step. A config that the caller sends back replaces the current one.
     """
     algorithm = config.algorithm
-    reads_old = "logp_old" in algorithm.needs or algorithm.kl.where == "reward" or algorithm.update.full_batch
-    # With one update per batch the ratio is 1, so logp_old is the logp of that update: no extra forward pass.
-    ratio_is_one = config.old_logp == "learner" and config.epochs * config.minibatches == 1 and not reads_old
-    scores_old = config.old_logp == "learner" and not ratio_is_one
-    needs = algorithm.needs | ({"logp_old"} if scores_old else frozenset())
+    needs, ratio_is_one = required_fields(config)
     check_needs(needs, engine, learner)
     state = algorithm.initial_state() if state is None else state
     engine.load(learner.params(), version=start)
@@ -122,6 +118,18 @@ def train(
             records.checkpoint(step + 1, learner, streams, state, engine.snapshot_pending())
         if stopping:
             return
+
+
+def required_fields(config: Config) -> tuple[frozenset[str], bool]:
+    """Return the batch fields that the algorithm needs, and whether every ratio is 1.
+
+    With one update per batch the ratio is 1, so logp_old is the logp of that update: no extra forward pass.
+    """
+    algorithm = config.algorithm
+    reads_old = "logp_old" in algorithm.needs or algorithm.kl.where == "reward" or algorithm.update.full_batch
+    ratio_is_one = config.old_logp == "learner" and config.epochs * config.minibatches == 1 and not reads_old
+    scores_old = config.old_logp == "learner" and not ratio_is_one
+    return algorithm.needs | ({"logp_old"} if scores_old else frozenset()), ratio_is_one
 
 
 def read_or_collect(
