@@ -186,7 +186,7 @@ def sharded_like(made: LanguageLearner, algorithm: Algorithm) -> ShardedLearner:
         _local(to).copy_(_local(_shard_like(value, to)))
     if algorithm.loss.trains != "policy":
         read = step_scores if algorithm.loss.trains == "steps" else response_scores
-        several.train_reward(partial(read, several.lm, forward=several.passes))
+        several.train_reward(partial(read, several.lm, forward=several.forward_module))
     return several
 
 

@@ -180,7 +180,9 @@ class LanguageBackend(Backend):
             learner = LanguageLearner(model, algorithm.update, kept, outputs, *memory, critic, choice.update, rounding)
             learner.ranks = ranks
         if algorithm.loss.trains != "policy":
-            learner.train_reward(partial(LEARNED[algorithm.loss.trains].read, learner.lm, forward=learner.passes))
+            learner.train_reward(
+                partial(LEARNED[algorithm.loss.trains].read, learner.lm, forward=learner.forward_module)
+            )
         return learner
 
     def rollout_engine(self, config: Config, model: LanguageModel, generator: torch.Generator) -> Any:

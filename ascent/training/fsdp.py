@@ -233,7 +233,7 @@ class ShardedLearner(LanguageLearner):
         self.writing = ShardWriter(ranks)
         self.writes_shards = state_bytes(whole) + critic_bytes(critic) > gather
         self.micro_batch = micro_batch
-        self._room = (
+        self._memory_plan = (
             None if micro_batch else plan_micro_batches(whole, checkpointing, reference, critic, ranks.world_size)
         )
 
@@ -280,7 +280,7 @@ class ShardedLearner(LanguageLearner):
     def state(self) -> Groups:
         """Return whole tensors on rank 0, in the dtype of the model and in float32, like a single process."""
         groups: Groups = {}
-        for group, own in self._in_shards().items():
+        for group, own in self._local_state().items():
             groups[group] = {}
             for name, value in own.items():
                 whole = _gather_full(value)  # a collective
@@ -291,7 +291,7 @@ class ShardedLearner(LanguageLearner):
             groups["params"] = {name: t.to(self.whole_lm.model.dtype) for name, t in groups["wide"].items()}
         return groups
 
-    def _in_shards(self) -> Groups:
+    def _local_state(self) -> Groups:
         """Return the local state; optimizer state is sharded like the parameters."""
         groups = super().state()
         for which, moved in (
@@ -304,7 +304,7 @@ class ShardedLearner(LanguageLearner):
 
     def stage_parts(self, aside: Path) -> ShardedWrite | None:
         """Copy the local shards to the host. Rank 0 returns the write; the other ranks start it on a thread."""
-        own = self._in_shards()
+        own = self._local_state()
         if self._rounded:
             own["wide"] = own.pop("params")
         return self.writing.stage(own, aside, str(self.whole_lm.model.dtype).removeprefix("torch."))

@@ -171,7 +171,7 @@ class LanguageLearner(InProcessLearner):
             if critic is not None and critic.own is not None:
                 fuse_layers(critic.own)
         per = STATE_BYTES_PER_PARAM if rounding is None else COMPACT_BYTES_PER_PARAM
-        self._room = None if micro_batch else plan_micro_batches(lm, checkpointing, reference, critic, per=per)
+        self._memory_plan = None if micro_batch else plan_micro_batches(lm, checkpointing, reference, critic, per=per)
         self._captured = self._capturing(lm.backbone, self._working, self._trainable)
         if critic is not None and critic.own is not None:
             critic.captured = self._capturing(critic.own, critic.working, critic.stepped)
@@ -188,20 +188,28 @@ class LanguageLearner(InProcessLearner):
             return None
         tokens = captured_tokens(int(lm.gpu_memory), stepped, bytes_per_token(lm, False))
         return CapturedBackbone(
-            backbone, working, stepped, min(tokens, self._room.tokens if self._room else tokens), CudaGraphs()
+            backbone,
+            working,
+            stepped,
+            min(tokens, self._memory_plan.tokens if self._memory_plan else tokens),
+            CudaGraphs(),
         )
 
     # ---- forward passes -------------------------------------------------------------------------
 
     @property
-    def passes(self) -> ForwardModule:
+    def forward_module(self) -> ForwardModule:
         """The module of all forward passes."""
         return self._forward
 
     @property
     def plan(self) -> MicroBatchPlan:
         """The limits of a micro-batch."""
-        return self._room if self._room is not None and not self.micro_batch else MicroBatchPlan(self.micro_batch)
+        return (
+            self._memory_plan
+            if self._memory_plan is not None and not self.micro_batch
+            else MicroBatchPlan(self.micro_batch)
+        )
 
     def split(self, batch: Batch) -> Iterator[Batch]:
         plan = self.plan

@@ -283,7 +283,7 @@ def test_a_reward_model_with_adapters_moves_between_shards_and_one_process(one_r
         alone = LanguageLearner(made(), update, False, row.outputs)
         spread = ShardedLearner(made(), update, False, row.outputs, 0, False, one_rank)
         for learner in (alone, spread):
-            learner.train_reward(partial(response_scores, learner.lm, forward=learner.passes))
+            learner.train_reward(partial(response_scores, learner.lm, forward=learner.forward_module))
         return alone, spread
 
     def exact(learner: LanguageLearner) -> dict[str, torch.Tensor]:
@@ -384,7 +384,7 @@ def test_adapters_of_a_model_in_bfloat16_are_whole_and_the_model_below_them_is_i
         learner.step(batch, GRPO.objective, one_update)
     assert not any(hasattr(p, "to_local") for p in two.trainable())
     below = [p for p in two.lm.model.parameters() if not p.requires_grad]
-    two.passes.reshard()
+    two.forward_module.reshard()
     assert below and {p.dtype for p in below} == {torch.bfloat16}
     found, wanted = two.state()["params"], one.state()["params"]
     assert found.keys() == wanted.keys()

@@ -184,7 +184,7 @@ def test_a_response_that_does_not_fit_computes_its_layers_twice(monkeypatch: pyt
     learner.gradient(batch, algorithm.objective)
     want, calls = gradient_of(learner), []
     monkeypatch.setattr(learning, "checkpoint", lambda f, *a, **more: calls.append(1) or f(*a, **_plain(more)))
-    learner._room = MicroBatchPlan(20, checkpointed_tokens=1000)
+    learner._memory_plan = MicroBatchPlan(20, checkpointed_tokens=1000)
     tight = [computed_tokens(part, True) > 20 for part in learner.split(batch)]
     assert any(tight) and not all(tight)
     learner.gradient(batch, algorithm.objective)
