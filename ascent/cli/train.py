@@ -61,7 +61,7 @@ class PreflightCommand(TrainCommand):
                 parts.resolve_old_logp()
                 report.lines += [f"note       {note}" for note in parts.notes[num_notes:]]
         if report is None:
-            print(plan_text(parts.config, self.options.out or Path("runs")))
+            print(run_summary(parts.config, self.options.out or Path("runs")))
         else:
             print(report.text())
             report.raise_if_refused()
@@ -111,7 +111,7 @@ def print_dry_run(config: Config, options: TrainOptions) -> None:
     else:
         with closing(assemble(config)) as parts:
             config = parts.config
-    print(plan_text(config, folder))
+    print(run_summary(config, folder))
 
 
 def report_end(run: Run, then: Callable[[Run], None] | None = None) -> int | None:
@@ -130,7 +130,7 @@ def report_end(run: Run, then: Callable[[Run], None] | None = None) -> int | Non
     return None
 
 
-def plan_text(config: Config, folder: Path) -> str:
+def run_summary(config: Config, folder: Path) -> str:
     """Return what `ascent train` would do. `auto` is decided when the model or the data are loaded."""
     responses, updates = config.prompts * config.samples, config.epochs * config.minibatches
     rounds = config.algorithm.groups.rounds

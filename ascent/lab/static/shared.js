@@ -1,4 +1,4 @@
-// What pages and figures share: asking the lab, the state in the address, words for numbers, badges and links.
+// Shared by pages and figures: requests, the state in the address, number formats, badges and links.
 // Everything that comes from a run is text: it goes through Preact's text nodes and attributes, never into HTML.
 import { Component, h, render } from "./vendor/preact.mjs";
 import htm from "./vendor/htm.mjs";
@@ -8,12 +8,12 @@ export const html = htm.bind(h);
 
 export const GONE = "The lab does not answer. Is `ascent lab` still running?";
 
-// ---- asking ----
-// Everything of the lab lies below a prefix that nobody can guess. This script lies there too, and so knows it.
+// ---- requests ----
+// All addresses of the lab have a secret prefix, which this script takes from its own address.
 const ROOT = new URL("..", import.meta.url).pathname.slice(0, -1);
 export const inLab = (path) => ROOT + path;
 
-// A query with some names changed: a list gives its name several times; null, undefined and "" leave it out.
+// Change some parameters of a query: a list repeats its name; null, undefined and "" remove it.
 function changed(query, given) {
   for (const [name, value] of Object.entries(given)) {
     query.delete(name);
@@ -24,7 +24,7 @@ function changed(query, given) {
 
 export const queryOf = (given) => changed(new URLSearchParams(), given).toString();
 
-// The JSON of a path, or an Error with the lab's own words.
+// Return the JSON of a path, or throw an Error with the message of the lab.
 async function ask(path, options) {
   let answer;
   try {
@@ -103,7 +103,7 @@ export function keepScroll() {
   };
 }
 
-// ---- words for numbers ----
+// ---- number formats ----
 const minus = (text) => text.replace("-", "−").replace("e+", "e");
 
 // About four digits that matter; thousands get a thin space, tiny and huge ones an exponent.

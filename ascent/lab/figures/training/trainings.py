@@ -127,7 +127,7 @@ class Trainings:
         for child in self._children:
             child.poll()  # reap it: a zombie would still have its pid
         alive = _alive(kept / "process")  # before reading the exit code, which exists once the shell is gone
-        code = read_number(kept / "exit")
+        code = read_int(kept / "exit")
         steps = 0
         try:
             begun = Run(folder)
@@ -228,7 +228,7 @@ class GatedDisplay(Lines):
         waiting.unlink(missing_ok=True)
 
 
-def read_number(path: Path) -> int | None:
+def read_int(path: Path) -> int | None:
     """Return the number in a file that another process writes; None if there is none yet."""
     try:
         return int(_read(path))
@@ -238,7 +238,7 @@ def read_number(path: Path) -> int | None:
 
 def read_gate(path: Path) -> int:
     """Return the number of steps that may be done; all of them without a gate."""
-    steps = read_number(path)
+    steps = read_int(path)
     return sys.maxsize if steps is None else steps
 
 
