@@ -33,14 +33,14 @@ MAX_PREFILL_TOKENS = 16_384
 
 @dataclass(frozen=True)
 class PrefillSegment:
-    """`count` new tokens of a sequence after its first `start` tokens, behind `keys` tokens of a prompt."""
+    """`num_tokens` new tokens of a sequence after `num_cached` tokens, behind `prompt_length` tokens of a prompt."""
 
-    pages: GenericSequence[int]
-    count: int
-    start: int = 0
-    prompt: GenericSequence[int] = ()
+    block_table: GenericSequence[int]
+    num_tokens: int
+    num_cached: int = 0
+    prompt_blocks: GenericSequence[int] = ()
     """Blocks of the prompt."""
-    keys: int = 0
+    prompt_length: int = 0
 
 
 class PrefillLayout:
@@ -51,12 +51,12 @@ class PrefillLayout:
 
     def __init__(self, cache: PagedKVCache, segments: GenericSequence[PrefillSegment], device: torch.device):
         self.cache = cache
-        self.queries = [part.count for part in segments]
-        self.keys = [part.keys + part.start + part.count for part in segments]
-        pages = [[*part.prompt, *part.pages] for part in segments]
+        self.queries = [part.num_tokens for part in segments]
+        self.keys = [part.prompt_length + part.num_cached + part.num_tokens for part in segments]
+        pages = [[*part.prompt_blocks, *part.block_table] for part in segments]
         width = max(map(len, pages))
         rows = [
-            [part.count, seen, part.keys, len(part.prompt), *own, *[0] * (width - len(own))]
+            [part.num_tokens, seen, part.prompt_length, len(part.prompt_blocks), *own, *[0] * (width - len(own))]
             for part, seen, own in zip(segments, self.keys, pages, strict=True)
         ]
         about = to_device_async(torch.tensor(rows), device)
@@ -122,7 +122,7 @@ class HiddenStateModel(Protocol):
         """Return the hidden states of these tokens; `layout` computes attention."""
 
 
-def extend(
+def prefill_segments(
     lm: HiddenStateModel,
     cache: PagedKVCache,
     tokens: GenericSequence[GenericSequence[int]],
@@ -271,7 +271,7 @@ class DecodeLayout:
     def __init__(self, cache: PagedKVCache, device: torch.device):
         self.cache, self.device = cache, device
 
-    def arrange(self, rows: GenericSequence[Sequence], schedule: Scheduler) -> None:
+    def set_sequences(self, rows: GenericSequence[Sequence], schedule: Scheduler) -> None:
         """Set the sequences of the batch. Call it again when sequences enter, leave or get blocks."""
         members: dict[int, list[int]] = {}
         for i, row in enumerate(rows):
@@ -292,7 +292,7 @@ class DecodeLayout:
     def _send(self, numbers: list[int]) -> Tensor:
         return to_device_async(torch.tensor(numbers, dtype=torch.long), self.device)
 
-    def begin(self, rows: GenericSequence[Sequence]) -> Tensor:
+    def begin_step(self, rows: GenericSequence[Sequence]) -> Tensor:
         """Prepare a step. Return the positions of the new tokens, which `Sequence.num_tokens` does not count yet."""
         length = self._send([row.num_tokens for row in rows])
         for block in self.own:

@@ -56,8 +56,8 @@ def test_a_row_attends_to_its_prompt_and_its_own_tokens(name: str, dtype: torch.
     for x in cache.layer_blocks(0, k, v):
         x.normal_()
     decoding = DecodeLayout(cache, torch.device("cpu"))
-    decoding.arrange(rows, schedule)
-    positions = decoding.begin(rows)
+    decoding.set_sequences(rows, schedule)
+    positions = decoding.begin_step(rows)
     got = decoding.attend(0, q, k, v, SCALE)
     for i, row in enumerate(rows):
         assert positions[i] == schedule.prompt_lengths[row.prompt_id] + row.num_tokens
@@ -87,8 +87,8 @@ def test_a_row_whose_numbers_overflow_spoils_no_other(long: int) -> None:
     keys.normal_(), values.normal_()
     values[rows[0].block_table] = math.inf
     decoding = DecodeLayout(cache, torch.device("cpu"))
-    decoding.arrange(rows, schedule)
-    decoding.begin(rows)
+    decoding.set_sequences(rows, schedule)
+    decoding.begin_step(rows)
     got = decoding.attend(0, q, k, v, SCALE)
     assert not got[0].isfinite().any() and got[1].isfinite().all()
 

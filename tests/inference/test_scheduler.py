@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ascent.core.errors import ConfigError
 from ascent.core.types import Prompts, Rollouts
 from ascent.inference.block_manager import BlockManager
-from ascent.inference.kv_cache import PrefillLayout, PrefillSegment, extend
+from ascent.inference.kv_cache import PrefillLayout, PrefillSegment, prefill_segments
 from ascent.inference.runners import cuda_graph, paged
 from ascent.inference.runners.cuda_graph import cuda_graph_runner
 from ascent.inference.runners.eager import EagerRunner
@@ -408,11 +408,11 @@ def test_a_row_extended_piece_by_piece_has_the_hidden_states_of_one_forward_pass
     from ascent.models.packed_attention import packed_attention_enabled
 
     with packed_attention_enabled(lm.model):
-        extend(lm, cache, [ids[:9], ids[:5]], [PrefillSegment([11, 2, 7], 9), PrefillSegment([4, 5], 5)])
+        prefill_segments(lm, cache, [ids[:9], ids[:5]], [PrefillSegment([11, 2, 7], 9), PrefillSegment([4, 5], 5)])
         own, start = [0, 9, 3, 10, 1], 0
         for count in (1, 6, 13):
             tokens = ids[9 + start : 9 + start + count]
-            got = extend(lm, cache, [tokens], [PrefillSegment(own, count, start, [11, 2, 7], 9)])
+            got = prefill_segments(lm, cache, [tokens], [PrefillSegment(own, count, start, [11, 2, 7], 9)])
             start += count
             assert (got[0] - want[8 + start]).abs().max() < 1e-10
 
@@ -432,15 +432,20 @@ def test_rows_of_the_same_lengths_are_extended_in_one_call(monkeypatch: pytest.M
         [[2, 8], [3, 9], [10, 11]],
     )
     with packed_attention_enabled(lm.model):
-        extend(lm, cache, [row[: one.count].tolist() for row, one in zip(ids, prompts, strict=True)], prompts)
+        prefill_segments(
+            lm, cache, [row[: one.num_tokens].tolist() for row, one in zip(ids, prompts, strict=True)], prompts
+        )
         layers = len(calls) // 2
         assert calls == [2, 1] * layers
-        behind = [PrefillSegment(pages, 4, 0, one.pages, one.count) for pages, one in zip(own, prompts, strict=True)]
-        tokens = [row[one.keys : one.keys + 4].tolist() for row, one in zip(ids, behind, strict=True)]
-        got = extend(lm, cache, tokens, behind)
+        behind = [
+            PrefillSegment(pages, 4, 0, one.block_table, one.num_tokens)
+            for pages, one in zip(own, prompts, strict=True)
+        ]
+        tokens = [row[one.prompt_length : one.prompt_length + 4].tolist() for row, one in zip(ids, behind, strict=True)]
+        got = prefill_segments(lm, cache, tokens, behind)
         assert calls == [2, 1] * 2 * layers
     for row, one, found in zip(ids, behind, got, strict=True):
-        want = lm.backbone(row[None, : one.keys + 4]).last_hidden_state[0, -1]
+        want = lm.backbone(row[None, : one.prompt_length + 4]).last_hidden_state[0, -1]
         assert (found - want).abs().max() < 1e-10
 
 

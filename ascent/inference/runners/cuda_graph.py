@@ -24,7 +24,7 @@ from torch import Tensor
 from ascent.core.sampling_params import SamplingParams
 from ascent.inference.block_manager import BlockManager
 from ascent.inference.generation_state import GenerationState
-from ascent.inference.kv_cache import PrefillSegment, extend
+from ascent.inference.kv_cache import PrefillSegment, prefill_segments
 from ascent.inference.prefill import MAX_GRAPH_WORK, PrefillGraphs, PrefillModel
 from ascent.inference.scheduler import Scheduler
 from ascent.inference.sequence import NOT_RUNNING, Sequence
@@ -254,7 +254,7 @@ class CudaGraphRunner:
             want = self.lm.hidden(ids.to(device).view(1, -1), positions[None], row).view(2, 12, -1)[:, 5:]
             apart = []
             for i in range(2):
-                extend(self.prefill, board.cache, [ids[i, :5].tolist()], [PrefillSegment(pages, 5)])
+                prefill_segments(self.prefill, board.cache, [ids[i, :5].tolist()], [PrefillSegment(pages, 5)])
                 rows = [pages[: before + own], pages[:before] + pages[before + own :]]
                 board.block_tables[:2, : before + own] = torch.tensor(rows, dtype=torch.int32)
                 self.select_batch([0, 1])
@@ -381,7 +381,7 @@ class DecodeLoop:
         if new_prompts := [p for p in scheduler.prompts_to_prefill if scheduler.prompt_lengths[p]]:
             segments = [PrefillSegment(scheduler.prompt_blocks[p], scheduler.prompt_lengths[p]) for p in new_prompts]
             tokens = [self.prompts[p][:-1] for p in new_prompts]
-            extend(self.runner.prefill, self.decode_state.cache, tokens, segments)
+            prefill_segments(self.runner.prefill, self.decode_state.cache, tokens, segments)
         scheduler.prompts_to_prefill = []
         if not scheduled:
             return
@@ -446,7 +446,7 @@ class DecodeLoop:
             PrefillSegment(seq.block_table, len(new), start, blocks[seq.prompt_id], lengths[seq.prompt_id])
             for seq, start, new in zip(seqs, starts, tokens, strict=True)
         ]
-        extend(self.runner.prefill, self.decode_state.cache, tokens, segments)
+        prefill_segments(self.runner.prefill, self.decode_state.cache, tokens, segments)
 
     def _write_block_tables(self, grown: list[tuple[Sequence, int]]) -> None:
         """Write the blocks of sequences to the decode state, from the given index of their block tables on."""

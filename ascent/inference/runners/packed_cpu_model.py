@@ -249,7 +249,7 @@ class RowwiseDecodeLayout:
     def __init__(self, cache: PagedKVCache):
         self.cache = cache
 
-    def arrange(self, rows: GenericSequence[Sequence], schedule: Scheduler) -> None:
+    def set_sequences(self, rows: GenericSequence[Sequence], schedule: Scheduler) -> None:
         """Set the sequences of the batch. Call it again when sequences enter, leave or get blocks."""
         pages = [[*schedule.prompt_blocks[row.prompt_id], *row.block_table] for row in rows]
         width = max(map(len, pages))
@@ -257,7 +257,7 @@ class RowwiseDecodeLayout:
         self.before = torch.tensor([len(schedule.prompt_blocks[row.prompt_id]) for row in rows])
         self.known = torch.tensor([schedule.prompt_lengths[row.prompt_id] for row in rows])
 
-    def begin(self, rows: GenericSequence[Sequence]) -> Tensor:
+    def begin_step(self, rows: GenericSequence[Sequence]) -> Tensor:
         """Return the positions of the new tokens, which `Sequence.num_tokens` does not count yet."""
         self.length = torch.tensor([row.num_tokens for row in rows])
         return self.known + self.length

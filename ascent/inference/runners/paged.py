@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ascent.inference.block_manager import BlockManager
 from ascent.inference.generation_state import GenerationState
-from ascent.inference.kv_cache import DecodeLayout, HiddenStateModel, PrefillSegment, extend
+from ascent.inference.kv_cache import DecodeLayout, HiddenStateModel, PrefillSegment, prefill_segments
 from ascent.inference.runners.packed_cpu_model import PackedCpuModel
 from ascent.inference.scheduler import Scheduler
 from ascent.inference.sequence import Sequence
@@ -77,10 +77,10 @@ class PagedRunner:
                     (row, len(row.block_table)) for row in rows
                 ]  # compares objects: a preempted sequence returns as a new one
                 if now != before:
-                    self.decoding.arrange(rows, schedule)
+                    self.decoding.set_sequences(rows, schedule)
                 before = now
                 last = torch.tensor([self.last_tokens[row.seq_id] for row in rows], device=device)
-                positions = self.decoding.begin(rows)
+                positions = self.decoding.begin_step(rows)
                 hidden = self.hidden_model.hidden(last[:, None], positions[:, None], self.decoding)
                 for row in rows:
                     row.num_tokens += 1
@@ -135,7 +135,7 @@ class PagedRunner:
             for row, own in zip(rows, tokens, strict=True)
         ]
         if segments:
-            extend(self.hidden_model, self.cache, tokens, segments)
+            prefill_segments(self.hidden_model, self.cache, tokens, segments)
 
     def _start_sequences(self) -> None:
         """Schedule sequences while there is room, and sample the first tokens of new ones."""
@@ -160,6 +160,6 @@ class PagedRunner:
         if not fresh:
             return
         segments = [PrefillSegment(schedule.prompt_blocks[p], schedule.prompt_lengths[p]) for p in fresh]
-        hidden = extend(self.hidden_model, self.cache, [self.prompts[p] for p in fresh], segments)
+        hidden = prefill_segments(self.hidden_model, self.cache, [self.prompts[p] for p in fresh], segments)
         self.prompt_hidden |= dict(zip(fresh, hidden, strict=True))
         schedule.prompts_to_prefill = []
