@@ -44,7 +44,7 @@ OFFLINE = ("dpo", "reward-model")
 def stopped(patch: pytest.MonkeyPatch, task: str, out: Path, after: int, **settings: Any) -> None:
     """A run that stops after this step, with a checkpoint."""
     with patch.context() as inside:
-        inside.setattr(RunWriter, "stopping", lambda self: self.last.get("step", -1) >= after)
+        inside.setattr(RunWriter, "should_stop", lambda self: self.last.get("step", -1) >= after)
         ascent.train(task, out=out, **settings)
     assert Run(out).status == "interrupted"
 

@@ -104,7 +104,7 @@ def test_offline_data_are_gone_through_in_passes_and_resumed_in_the_middle(
     times = Counter(map(str, prompts))
     assert set(times.values()) <= {2, 3} and len(times) == rows == 27
     with monkeypatch.context() as patch:
-        patch.setattr(RunWriter, "stopping", stopping_after(3))
+        patch.setattr(RunWriter, "should_stop", stopping_after(3))
         ascent.train("sort", out=tmp_path / "again", show=False, **given)
     assert Run(tmp_path / "again").status == "interrupted"
     ascent.resume(tmp_path / "again", Display())

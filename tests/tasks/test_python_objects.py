@@ -386,7 +386,7 @@ def test_a_run_on_a_stream_resumes_where_it_was(
     given = {"reward": [here(space["noise"]), here(lambda response: 0)]}
     whole = ascent.train(space["rows"], **given, **settings, out=tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(RunWriter, "stopping", stopping_after(1))
+        patch.setattr(RunWriter, "should_stop", stopping_after(1))
         ascent.train(space["rows"], **given, **settings, out=tmp_path / "again")
     own_process()
     again = ascent.resume(tmp_path / "again", Display(), rows=space["rows"], **given)
@@ -401,7 +401,7 @@ def test_a_run_on_a_stream_resumes_where_it_was(
 
 def interrupted(folder: Path, model: Path, monkeypatch: Any, given: dict[str, Any], **more: Any) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(RunWriter, "stopping", stopping_after(1))
+        patch.setattr(RunWriter, "should_stop", stopping_after(1))
         run = ascent.train(ROWS, **given, **QUICK, **more, model=model, out=folder)
     assert run.status == "interrupted"
 
@@ -736,7 +736,7 @@ def test_a_run_on_offline_rows_is_that_on_their_file_and_resumes(
     name = name_of(configure(rows, {"model": "x"}).task)
     named = ascent.train(f"{name}:{file}", model=tiny_folder, **quick, out=tmp_path / "named")
     with monkeypatch.context() as patch:
-        patch.setattr(RunWriter, "stopping", stopping_after(1))
+        patch.setattr(RunWriter, "should_stop", stopping_after(1))
         assert ascent.train(rows, model=tiny_folder, **quick, out=tmp_path / "run").status == "interrupted"
     own_process()
     with pytest.raises(ConfigError, match=r"made with objects of Python.*rows=rows"):
@@ -783,7 +783,7 @@ def test_a_model_that_is_given_again_is_trained_in_place_to_the_same_bits(
     whole = ascent.train(ROWS, model=fresh(), **settings, out=tmp_path / "whole")
     moved = fresh()
     with monkeypatch.context() as patch:
-        patch.setattr(RunWriter, "stopping", stopping_after(1))
+        patch.setattr(RunWriter, "should_stop", stopping_after(1))
         assert ascent.train(ROWS, model=moved, **settings, out=tmp_path / "run").status == "interrupted"
     other = transformers.LlamaForCausalLM(config_of("Llama"))
     with pytest.raises(ConfigError, match="model is not the one of this run"):
