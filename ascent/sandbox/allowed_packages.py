@@ -29,13 +29,14 @@ def allowed_packages(named: tuple[str, ...] = ()) -> list[str]:
     waiting, seen = [*DEFAULT_PACKAGES, *(_distribution_name(name) for name in named)], {*SOLUTION_PACKAGES}
     while waiting:
         name = _normalized(waiting.pop())
-        if name in seen or not (found := list(metadata.distributions(name=name))):
+        if name in seen or not (distributions := list(metadata.distributions(name=name))):
             continue
         seen.add(name)
-        site, record = os.path.realpath(str(found[0].locate_file(""))), found[0].read_text("RECORD")
+        distribution = distributions[0]
+        site, record = os.path.realpath(str(distribution.locate_file(""))), distribution.read_text("RECORD")
         entries = {re.split("[/,]", line, maxsplit=1)[0] for line in (record or name).splitlines()}
         paths |= dict.fromkeys(os.path.join(site, entry) for entry in sorted(entries - {"", "..", "__pycache__"}))
-        waiting += [re.split(r"[^\w.-]", entry)[0] for entry in found[0].requires or () if "extra ==" not in entry]
+        waiting += [re.split(r"[^\w.-]", entry)[0] for entry in distribution.requires or () if "extra ==" not in entry]
     return [path for path in paths if os.path.exists(path)]
 
 
@@ -47,12 +48,12 @@ def _distribution_name(name: str) -> str:
     """Return the distribution that a user names, by its name or by the name of a module in it."""
     from importlib import metadata
 
-    found = [name] if list(metadata.distributions(name=name)) else metadata.packages_distributions().get(name)
-    if not found:
+    distributions = [name] if list(metadata.distributions(name=name)) else metadata.packages_distributions().get(name)
+    if not distributions:
         raise PackageError(f"{name} is not installed here; the standard library need not be named")
-    if _normalized(found[0]) in SOLUTION_PACKAGES:
+    if _normalized(distributions[0]) in SOLUTION_PACKAGES:
         raise PackageError(f"{name} contains the solutions of a task, so code in the sandbox cannot read it")
-    return found[0]
+    return distributions[0]
 
 
 class AllowedFinder:

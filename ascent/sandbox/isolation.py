@@ -88,12 +88,14 @@ def choose_isolation(kind: str = "auto") -> Isolation:
     version, machine = kernel_isolation.landlock_version(), platform.machine()
     if machine not in MACHINES:
         raise IsolationError(f"the sandbox needs {' or '.join(MACHINES)}, and this is {machine}")
-    wrong = bubblewrap_error() if kind != "landlock" else "not asked for"
-    if not wrong:
+    problem = bubblewrap_error() if kind != "landlock" else "not asked for"
+    if not problem:
         return Isolation("bubblewrap", version)
     if kind != "bubblewrap" and version:
-        return Isolation("landlock", version, f"bubblewrap: {wrong}")
-    raise IsolationError(f"bubblewrap: {wrong}" + ("" if kind == "bubblewrap" else "; Landlock: this kernel has none"))
+        return Isolation("landlock", version, f"bubblewrap: {problem}")
+    raise IsolationError(
+        f"bubblewrap: {problem}" + ("" if kind == "bubblewrap" else "; Landlock: this kernel has none")
+    )
 
 
 @functools.cache

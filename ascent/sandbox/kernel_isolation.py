@@ -60,11 +60,11 @@ def install_filter(code: bytes, listens: bool = False) -> list[int]:
     Without a listener the calls that need an answer fail.
     """
     buffer = ctypes.create_string_buffer(code, len(code))
-    held = _Program(len(code) // 8, ctypes.addressof(buffer))
+    program = _Program(len(code) // 8, ctypes.addressof(buffer))
     for flags in LISTENING if listens else (0,):
-        found = _syscall(SECCOMP[platform.machine()], 1, flags, ctypes.byref(held))
-        if found >= 0:
-            return [found] if flags else []
+        result = _syscall(SECCOMP[platform.machine()], 1, flags, ctypes.byref(program))
+        if result >= 0:
+            return [result] if flags else []
     raise KernelFeatureError(ctypes.get_errno(), f"seccomp: {os.strerror(ctypes.get_errno())}")
 
 
@@ -120,11 +120,11 @@ def make_ruleset(readable: Iterable[str], writable: Iterable[str] = (), devices:
     device = READ_FILE | WRITE_FILE | TRUNCATE
     for paths, access in ((readable, READ), (writable, ~NOT_WRITABLE), (devices, device)):
         for path in paths:
-            held = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            file = os.open(path, os.O_PATH | os.O_CLOEXEC)
             mask = access & files & (~0 if os.path.isdir(path) else device)
-            if _syscall(ADD_RULE, rules, 1, struct.pack("=Qi", mask, held), 0):
+            if _syscall(ADD_RULE, rules, 1, struct.pack("=Qi", mask, file), 0):
                 raise KernelFeatureError(ctypes.get_errno(), f"landlock_add_rule {path}")
-            os.close(held)
+            os.close(file)
     return rules
 
 
@@ -140,7 +140,7 @@ def set_limits(memory: int, cpu: int, disk: int, files: int) -> None:
 
     limits = [(resource.RLIMIT_CPU, cpu), (resource.RLIMIT_FSIZE, disk), (resource.RLIMIT_NOFILE, files)]
     limits += [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_SIGPENDING, files)]
-    for what, most in [*limits, *([(resource.RLIMIT_AS, memory)] if memory else [])]:
-        _, hard = resource.getrlimit(what)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(what, (most, most))
+    for resource_id, maximum in [*limits, *([(resource.RLIMIT_AS, memory)] if memory else [])]:
+        _, hard = resource.getrlimit(resource_id)
+        maximum = maximum if hard == resource.RLIM_INFINITY else min(maximum, hard)
+        resource.setrlimit(resource_id, (maximum, maximum))

@@ -40,7 +40,7 @@ SPECIAL: dict[str, tuple[Callable[..., Any], type]] = {
 }
 """Questions that any object answers, and the required type of the answer."""
 QUESTIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda target, *args, **named: target(*args, **named),
+    "call": lambda target, *args, **kwargs: target(*args, **kwargs),
     "get": getattr,
     "set": setattr,
     "data": lambda target: dict(vars(target)),
@@ -111,17 +111,17 @@ class ProxyEndpoint:
                 return self.exported[number]
             case {"~": "builtin", "v": str(name)} if not self.prefix or isinstance(getattr(builtins, name, 0), type):
                 return getattr(builtins, name)
-            case {"~": "copy", "c": str(name), "v": held} if name in self.classes:
-                return _copy(self.classes[name], self.unpack(held))
+            case {"~": "copy", "c": str(name), "v": content} if name in self.classes:
+                return _copy(self.classes[name], self.unpack(content))
         raise NotPlainDataError(f"it sent what is not a value: a tag {tagged.get('~')!r:.20}")
 
     # ---- questions and answers
 
-    def ask(self, what: str, number: int, *args: Any, **named: Any) -> Any:
+    def ask(self, verb: str, number: int, *args: Any, **kwargs: Any) -> Any:
         """Ask a question about an object of the other side, and return the answer."""
         self.num_asked += 1
         packed = [self.pack(value) for value in args]
-        self.channel.write({"ask": what, "of": number, "args": packed, "named": self.pack(named)}, self.prefix)
+        self.channel.write({"ask": verb, "of": number, "args": packed, "named": self.pack(kwargs)}, self.prefix)
         while True:
             try:
                 reply = self.channel.read()
@@ -132,7 +132,7 @@ class ProxyEndpoint:
             if "ask" in reply:
                 self.answer(reply)
             elif "raises" in reply:
-                raise self._error(reply, what)
+                raise self._error(reply, verb)
             else:
                 for value, changed in zip(args, reply.get("changed", ()), strict=False):
                     _change(value, self.unpack(changed))
@@ -141,13 +141,13 @@ class ProxyEndpoint:
     def answer(self, question: Mapping[str, Any]) -> None:
         """Answer a question of the other side."""
         try:
-            target, what = self.exported[question["of"]], question["ask"]
-            if what not in self.allowed or (what == "call" and self.prefix and not isinstance(target, _FUNCTIONS)):
+            target, verb = self.exported[question["of"]], question["ask"]
+            if verb not in self.allowed or (verb == "call" and self.prefix and not isinstance(target, _FUNCTIONS)):
                 raise NotPlainDataError("it asked for what it may not")
             args = [self.unpack(value) for value in question["args"]]
-            if what in ("get", "set") and str(args[0]).startswith("_"):
+            if verb in ("get", "set") and str(args[0]).startswith("_"):
                 raise AttributeError(f"{args[0]} is not public")
-            result = self.pack(QUESTIONS[what](target, *args, **self.unpack(question["named"])))
+            result = self.pack(QUESTIONS[verb](target, *args, **self.unpack(question["named"])))
             kinds = (list, dict, set, bytearray, deque, *self.classes.values())
             changed = [self.pack(value) if isinstance(value, kinds) else None for value in args]
             other = any(c is not None and c != q for c, q in zip(changed, question["args"], strict=True))
@@ -158,7 +158,7 @@ class ProxyEndpoint:
             reply = _raised(error)
         self.channel.write(reply, self.prefix)
 
-    def _error(self, reply: Mapping[str, Any], what: str) -> Exception:
+    def _error(self, reply: Mapping[str, Any], verb: str) -> Exception:
         """Return the exception of the other side, as a built-in one or one of the problem.
 
         A `StopIteration` of the program would end an iteration in the tests early, as in `all(map(f, cases))`.
@@ -168,7 +168,7 @@ class ProxyEndpoint:
             for name in reply["raises"]:
                 cls = self.classes.get(name, getattr(builtins, name, None))
                 if isinstance(cls, type) and issubclass(cls, Exception):
-                    ends = issubclass(cls, StopIteration | StopAsyncIteration) and self.prefix and what != "__next__"
+                    ends = issubclass(cls, StopIteration | StopAsyncIteration) and self.prefix and verb != "__next__"
                     return RuntimeError(f"it raised {name}") if ends else cls(*arguments)
         except Exception:
             pass
@@ -227,8 +227,8 @@ class Proxy:
 
 
 class FunctionProxy(Proxy):
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        return _ask(self, "call", *args, **named)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _ask(self, "call", *args, **kwargs)
 
 
 class IteratorProxy(Proxy):
@@ -242,8 +242,8 @@ class IteratorProxy(Proxy):
 class ObjectProxy(Proxy):
     """The entry point, if it is a class, or an object of the program."""
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        result = _ask(self, "call", *args, **named)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = _ask(self, "call", *args, **kwargs)
         made = self._number == 0 and type(result) is ObjectProxy  # 0 is the entry point
         return ObjectProxy(self._endpoint, result._number, made=True) if made else result
 
@@ -269,8 +269,8 @@ class ObjectProxy(Proxy):
         return mine and (value._made or _of_type(bool, _ask(self, "__instancecheck__", value)))
 
 
-def _ask(proxy: Proxy, what: str, *args: Any, **named: Any) -> Any:
-    return proxy._endpoint.ask(what, proxy._number, *args, **named)
+def _ask(proxy: Proxy, verb: str, *args: Any, **kwargs: Any) -> Any:
+    return proxy._endpoint.ask(verb, proxy._number, *args, **kwargs)
 
 
 def _of_type(cls: type, value: Any) -> Any:
@@ -285,8 +285,8 @@ def _compare(name: str, left: ObjectProxy, right: Any) -> Any:
     if type(right) is not ObjectProxy:
         return NotImplemented
     cls = left._endpoint.comparison_class
-    own = [getattr(getattr(cls, each), "__code__", None) for each in (name, COMPARISONS[name])]
-    if any(code and set(code.co_names) - {"NotImplementedError"} for code in own):
+    definitions = [getattr(getattr(cls, each), "__code__", None) for each in (name, COMPARISONS[name])]
+    if any(code and set(code.co_names) - {"NotImplementedError"} for code in definitions):
         return getattr(operator, name)(_copy(cls, _ask(left, "data")), _copy(cls, _ask(right, "data")))
     return _of_type(bool, _ask(left, name, right))
 
@@ -317,5 +317,5 @@ def define(codes: list[str], name: str) -> dict[str, Any]:
 
 def classes_of(scope: Mapping[str, Any]) -> dict[str, type]:
     """Return the classes that the problem itself defines."""
-    own = scope["__name__"]
-    return {name: cls for name, cls in scope.items() if isinstance(cls, type) and cls.__module__ == own}
+    module = scope["__name__"]
+    return {name: cls for name, cls in scope.items() if isinstance(cls, type) and cls.__module__ == module}

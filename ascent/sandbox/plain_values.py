@@ -44,7 +44,7 @@ class NotPlainDataError(Exception):
     """A value is not plain data, or is not valid tagged JSON."""
 
 
-def encode(value: Any, other: Other | None = None, depth: int = 0) -> Any:
+def encode(value: Any, convert_other: Other | None = None, depth: int = 0) -> Any:
     """Return the value as tagged JSON. `other` encodes what is not data."""
     if depth > MAX_DEPTH:
         raise NotPlainDataError(f"it is nested deeper than {MAX_DEPTH}, or contains itself")
@@ -58,31 +58,31 @@ def encode(value: Any, other: Other | None = None, depth: int = 0) -> Any:
     if kind in _SIZED and len(value) > MAX_ITEMS:
         raise NotPlainDataError(f"it has {len(value):,} items, and at most {MAX_ITEMS:,} are read")
     if kind is list:
-        return [encode(item, other, depth + 1) for item in value]
+        return [encode(item, convert_other, depth + 1) for item in value]
     if kind in _TAGS:
-        return {"~": _TAGS[kind], "v": [encode(item, other, depth + 1) for item in value]}
+        return {"~": _TAGS[kind], "v": [encode(item, convert_other, depth + 1) for item in value]}
     if kind is dict:
-        pairs = [[encode(k, other, depth + 1), encode(v, other, depth + 1)] for k, v in value.items()]
+        pairs = [[encode(k, convert_other, depth + 1), encode(v, convert_other, depth + 1)] for k, v in value.items()]
         return {"~": "d", "v": pairs}
     if kind is bytes:
         return {"~": "b", "v": value.decode("latin-1")}
     if kind in _KINDS:
         name = _KINDS[kind]
-        return {"~": "c", "c": name, "v": encode(_CLASSES[name][1](value), other, depth + 1)}
-    return _encode_derived(value, other, depth)
+        return {"~": "c", "c": name, "v": encode(_CLASSES[name][1](value), convert_other, depth + 1)}
+    return _encode_derived(value, convert_other, depth)
 
 
-def _encode_derived(value: Any, other: Other | None, depth: int) -> Any:
+def _encode_derived(value: Any, convert_other: Other | None, depth: int) -> Any:
     """Encode what derives from data as that data: a named tuple, a defaultdict, an enum or NumPy number."""
     for cls, plain in _PLAIN.items():
         if isinstance(value, cls) and not isinstance(value, tuple(NO_DATA)):
-            return encode(plain(value), other, depth)
+            return encode(plain(value), convert_other, depth)
     if type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
-        held = encode(value.tolist(), other, depth + 1)
-        return {"~": "a", "v": held} if isinstance(held, list) else held
-    if other is None:
+        content = encode(value.tolist(), convert_other, depth + 1)
+        return {"~": "a", "v": content} if isinstance(content, list) else content
+    if convert_other is None:
         raise NotPlainDataError(f"it has a {type(value).__name__}, which is not plain data")
-    return other(value)
+    return convert_other(value)
 
 
 _PLAIN: dict[type, Callable[[Any], Any]] = {
@@ -99,35 +99,35 @@ _PLAIN: dict[type, Callable[[Any], Any]] = {
 """Make a copy of the base class without calling anything that a derived class defines."""
 
 
-def decode(tagged: Any, other: Other | None = None, depth: int = 0) -> Any:
+def decode(tagged: Any, convert_other: Other | None = None, depth: int = 0) -> Any:
     """Return the value of tagged JSON. `other` decodes unknown tags. Raises NotPlainDataError for wrong JSON."""
     if depth > 3 * MAX_DEPTH:
         raise NotPlainDataError(f"it is nested deeper than {MAX_DEPTH}")
     if isinstance(tagged, list):
-        return [decode(item, other, depth + 1) for item in tagged]
+        return [decode(item, convert_other, depth + 1) for item in tagged]
     if not isinstance(tagged, dict):
         return tagged
-    tag, held = tagged.get("~"), tagged.get("v")
+    tag, content = tagged.get("~"), tagged.get("v")
     try:
         if tag in ("t", "s", "f"):
             cls = {"t": tuple, "s": set, "f": frozenset}[tag]
-            return cls(decode(item, other, depth + 1) for item in held)  # type: ignore[union-attr]
+            return cls(decode(item, convert_other, depth + 1) for item in content)  # type: ignore[union-attr]
         if tag == "d":
-            return {decode(k, other, depth + 1): decode(v, other, depth + 1) for k, v in held}  # type: ignore[union-attr]
+            return {decode(k, convert_other, depth + 1): decode(v, convert_other, depth + 1) for k, v in content}  # type: ignore[union-attr]
         if tag == "i":
-            return int(str(held), 16)
+            return int(str(content), 16)
         if tag == "x":
-            return float(str(held))
+            return float(str(content))
         if tag == "b":
-            return str(held).encode("latin-1")
+            return str(content).encode("latin-1")
         if tag == "a":
-            return importlib.import_module("numpy").array(decode(held, other, depth + 1))
+            return importlib.import_module("numpy").array(decode(content, convert_other, depth + 1))
         if tag == "c":
-            return _CLASSES[tagged["c"]][0](*decode(held, other, depth + 1))
+            return _CLASSES[tagged["c"]][0](*decode(content, convert_other, depth + 1))
     except NotPlainDataError:
         raise
     except Exception as error:
         raise NotPlainDataError(f"it sent what is not a value: {type(error).__name__}") from None
-    if other is None:
+    if convert_other is None:
         raise NotPlainDataError(f"it sent what is not a value: a tag {tag!r:.20}")
-    return other(tagged)
+    return convert_other(tagged)

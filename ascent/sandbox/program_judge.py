@@ -57,8 +57,8 @@ def entry_is_class(entry: str, codes: Iterable[str]) -> bool:
 
     The program itself does not decide: a class in place of a function could claim to equal whatever is expected.
     """
-    found = (re.search(rf"^(async def|def|class)\s+{entry}\b", code, re.MULTILINE) for code in codes)
-    first = next(filter(None, found), None)
+    matches = (re.search(rf"^(async def|def|class)\s+{entry}\b", code, re.MULTILINE) for code in codes)
+    first = next(filter(None, matches), None)
     return first[1] == "class" if first else re.fullmatch("_*[A-Z][A-Za-z0-9]*", entry) is not None
 
 
@@ -88,27 +88,27 @@ class ProgramJudge:
             is_class = problem.is_class
             if is_class is None:
                 is_class = entry_is_class(problem.entry, problem.prelude)
-            both = {"prelude": problem.prelude, "entry": problem.entry, "class": is_class}
-            asked = json.dumps(both | {"tests": problem.tests}).encode()
+            shared = {"prelude": problem.prelude, "entry": problem.entry, "class": is_class}
+            request = json.dumps(shared | {"tests": problem.tests}).encode()
             try:
-                loaded = program.ask(both | {"programs": list(programs)}, until - time.monotonic())
+                loaded = program.ask(shared | {"programs": list(programs)}, until - time.monotonic())
                 if isinstance(loaded, dict) and "loaded" in loaded:
-                    return _Relay(program, tests, until)(asked)
-                wrong = str(loaded.get("error", ""))[:300] if isinstance(loaded, dict) else ""
-                wrong = f"the program does not run: {wrong or 'it reported no error'}"
+                    return _Relay(program, tests, until)(request)
+                why = str(loaded.get("error", ""))[:300] if isinstance(loaded, dict) else ""
+                why = f"the program does not run: {why or 'it reported no error'}"
             except JobEndedError as ended:
-                wrong = f"the program {ended}"
-            return Verdict(0, self._count(tests, asked), wrong)
+                why = f"the program {ended}"
+            return Verdict(0, self._count(tests, request), why)
 
-    def _count(self, tests: SandboxJob, asked: bytes) -> int:
+    def _count(self, tests: SandboxJob, request: bytes) -> int:
         """Return the number of tests without running a program; raises BrokenTestsError if they cannot run."""
         try:
-            found = json.loads(tests.ask_bytes(asked)[1:])
+            report = json.loads(tests.ask_bytes(request)[1:])
         except JobEndedError as ended:
             raise BrokenTestsError(f"the tests {ended}") from None
-        if "broken" in found:
-            raise BrokenTestsError(f"the tests do not run: {found['broken']}")
-        return int(found["total"])
+        if "broken" in report:
+            raise BrokenTestsError(f"the tests do not run: {report['broken']}")
+        return int(report["total"])
 
 
 class _Relay:

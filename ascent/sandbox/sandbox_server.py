@@ -137,22 +137,22 @@ def begin_job(job: _RunningJob, serve_job: ServeJob, setup: dict[str, Any]) -> b
     """Fork a job. If that fails, its channel is closed without `BEGUN`."""
     try:
         job.folder = make_folder(setup) if setup["folder"] else ""
-        server, own = socket.socketpair()
-        with server, own:
+        server_end, job_end = socket.socketpair()
+        with server_end, job_end:
             server_pid, job.pid = os.getpid(), os.fork()
             if job.pid == 0:
                 status = 1
                 try:
                     os.setsid()
                     if os.getppid() == server_pid:
-                        isolate_job(job, own, setup)
+                        isolate_job(job, job_end, setup)
                         serve_job(Channel(job.channel))
                         status = 0
                 finally:
                     os._exit(status)
-            own.close()
+            job_end.close()
             job.ended = os.pidfd_open(job.pid)
-            word, files, flags, _ = socket.recv_fds(server, 1, 1)  # it is isolated, and has not run untrusted code
+            word, files, flags, _ = socket.recv_fds(server_end, 1, 1)  # it is isolated, and has not run untrusted code
             job.listener = files[0] if files else -1
             job.has_begun = bool(word and not flags & socket.MSG_CTRUNC and job.channel.send(BEGUN))
     except OSError:
@@ -162,12 +162,12 @@ def begin_job(job: _RunningJob, serve_job: ServeJob, setup: dict[str, Any]) -> b
     return job.has_begun
 
 
-def isolate_job(job: _RunningJob, server: socket.socket, setup: dict[str, Any]) -> None:
+def isolate_job(job: _RunningJob, server_end: socket.socket, setup: dict[str, Any]) -> None:
     """Isolate this process, a job. If that raises, the job does not run."""
     signal.set_wakeup_fd(-1)
     if setup["landlock"]:
         kernel_isolation.restrict(setup["rules"])
-    for last, file in itertools.pairwise([2, *sorted((job.channel.fileno(), server.fileno())), MAX_OPEN_FILES]):
+    for last, file in itertools.pairwise([2, *sorted((job.channel.fileno(), server_end.fileno())), MAX_OPEN_FILES]):
         os.closerange(last + 1, file)
     os.chdir(job.folder or "/")
     os.environ["TMPDIR"] = job.folder or "/"
@@ -179,11 +179,11 @@ def isolate_job(job: _RunningJob, server: socket.socket, setup: dict[str, Any]) 
             kernel_isolation.restrict(kernel_isolation.make_ruleset(setup["tops"], [job.folder], setup["devices"]))
         kernel_isolation.drop_capabilities()
         listeners = kernel_isolation.install_filter(filters.for_process(setup["filter"], os.getpid()), listens=True)
-    with server:
-        socket.send_fds(server, [b"."], listeners)
+    with server_end:
+        socket.send_fds(server_end, [b"."], listeners)
         for listener in listeners:
             os.close(listener)
-        server.recv(1)  # until it has said that the job has begun
+        server_end.recv(1)  # until it has said that the job has begun
     kernel_isolation.set_limits(
         *setup["limits"]
     )  # not before: a limit on files is one on descriptors that any process is sending

@@ -456,7 +456,7 @@ def test_programs_are_judged_on_every_core_that_is_there(tmp_path: Path, monkeyp
     for cores, workers in ((1, 1), (8, 8), (100, 16)):
         monkeypatch.setattr(grading, "count_cores", lambda cores=cores: cores)
         with closing(Grading(task)) as made:
-            assert made.workers == made.pool.count == workers
+            assert made.workers == made.pool.num_workers == workers
     with closing(Grading(replace(task, reward_workers=3))) as made:
         assert made.workers == 3
     with pytest.raises(ConfigError, match="--reward-workers is -1"):
