@@ -49,7 +49,7 @@ class Stack(Policy):
         self.decode = nn.Parameter(torch.stack([p.decode.detach() for p in each]))
 
     def all_logits(self, prompt: Tensor) -> Tensor:
-        """[run·prompt token vocab]"""
+        """[run·prompt token vocab]."""
         runs, _, dim = self.embedding.shape
         own = prompt.view(runs, -1)
         embedded = self.embedding.gather(1, own.unsqueeze(-1).expand(-1, -1, dim))

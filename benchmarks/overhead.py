@@ -46,7 +46,7 @@ def plain(epochs: int = EPOCHS) -> torch.Tensor:
     prompt = torch.tensor(PROMPTS)
 
     def log_probs() -> torch.Tensor:
-        """[prompt position vocab]"""
+        """[prompt position vocab]."""
         encoded = embedding[prompt].view(3, 30) @ encode.view(30, 10)
         decoded = (encoded @ decode).transpose(0, 1)
         return torch.log_softmax(decoded @ embedding.T, -1)

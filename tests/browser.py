@@ -70,7 +70,7 @@ def lab(runs: Path) -> Iterator[Lab]:
 
 
 def until(what: Callable[[], Any], seconds: float = PATIENCE) -> None:
-    """Wait for something. (The page's own rules forbid the browser's waiting, which evaluates strings.)"""
+    """Wait for a condition. The page's security policy forbids the browser's own waiting, which evaluates strings."""
     begin, pause = time.monotonic(), 0.03
     while not what():
         assert time.monotonic() < begin + seconds, "it took too long"

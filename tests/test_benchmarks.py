@@ -297,8 +297,10 @@ def test_pages_are_measured_in_a_browser(
 
 @pytest.mark.long
 def test_stacked_runs_are_the_runs_alone(tmp_path: Path) -> None:
-    """Three seeds in one loop end where `ascent.train` ends on the last of them; the first steps are too
-    few for rounding to tip a sample. The entropy bonus, a KL and a clip are among them."""
+    """Three seeds in one loop end where `ascent.train` ends on the last of them.
+
+    The steps are too few for rounding to change a sample. The entropy bonus, a KL and a clip are among them.
+    """
     import ascent
     from ascent.oracle.exact import expected_reward, reward_table
     from benchmarks.many import train_many

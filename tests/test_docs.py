@@ -85,7 +85,7 @@ def screen(browser: Any) -> Iterator[Any]:
 @pytest.mark.smoke
 @pytest.mark.browser
 def test_the_site_builds_strictly_and_its_search_works_as_a_file(site: Path, screen: Any) -> None:
-    """mkdocs ends at a warning. Then the site is opened without a server; whatever it asks for is a file of its own."""
+    """Mkdocs ends at a warning. Then the site is opened without a server; whatever it asks for is a file of its own."""
     chromium()
     for path in site.rglob("*.html"):
         loaded = re.findall(r'<(?:script|img|link|iframe)[^>]* (?:src|href)="?(https?:[^">\s]+)', path.read_text())

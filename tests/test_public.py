@@ -123,7 +123,7 @@ def test_memory_that_is_freed_is_taken_back_only_where_it_is_short() -> None:
     ids=["nothing", "a number", "a policy"],
 )
 def test_threads_that_wait_soon_sleep_unless_the_user_says_otherwise(given: dict[str, str], looks: str) -> None:
-    """libgomp reports what it has read; torch's wheels for macOS have another library, which reports nothing."""
+    """Libgomp reports what it has read; torch's wheels for macOS have another library, which reports nothing."""
     root, mine = Path(ascent.__file__).parent.parent, ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     env = {name: value for name, value in os.environ.items() if name not in mine}
     env |= {"OMP_DISPLAY_ENV": "verbose", **given}

@@ -13,7 +13,7 @@ def round_to_bfloat16(x, y, COUNT: tl.constexpr):
 
 @triton.jit
 def multiply(a, b, out, SIZE: tl.constexpr):
-    """out = a·b."""
+    """Out = a·b."""
     i = tl.arange(0, SIZE)
     at = i[:, None] * SIZE + i[None, :]
     tl.store(out + at, tl.dot(tl.load(a + at), tl.load(b + at), input_precision="ieee"))

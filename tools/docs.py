@@ -1,4 +1,4 @@
-"""The documentation as a site that can be read and searched without a network: make docs
+"""The documentation as a site that can be read and searched without a network: make docs.
 
     python tools/docs.py                   # build/site/index.html, from README, docs/, lessons/ and docstrings
 

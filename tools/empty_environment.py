@@ -1,4 +1,4 @@
-"""The wheel in an empty environment, with no extras: make wheel
+"""The wheel in an empty environment, with no extras: make wheel.
 
     python tools/empty_environment.py      # builds it, installs it with what it needs alone, and tries it; some minutes
 

@@ -1,4 +1,4 @@
-"""Writes the menu into docs/menu.md, between its two markers: python -m tools.menu docs/menu.md"""
+"""Writes the menu into docs/menu.md, between its two markers: python -m tools.menu docs/menu.md."""
 
 import sys
 from pathlib import Path
@@ -22,7 +22,7 @@ def _table(head: tuple[str, ...], rows: list[list[str]]) -> list[str]:
 
 
 def _spell(choice: Any) -> str:
-    """clipped (low 0.2, high 0.28): the name, and the fields that are not off."""
+    """Clipped (low 0.2, high 0.28): the name, and the fields that are not off."""
     values = {name: getattr(choice, name) for name in hyperparameters(type(choice))}
     on = [f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items() if v not in (None, False)]
     return name_of(choice) + (f" ({', '.join(on)})" if on else "").replace(" True", "")

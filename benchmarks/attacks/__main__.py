@@ -1,4 +1,4 @@
-"""python -m benchmarks.attacks"""
+"""python -m benchmarks.attacks."""
 
 import sys
 

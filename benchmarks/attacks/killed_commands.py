@@ -93,7 +93,7 @@ AHEAD, ON_POLICY, OFFLINE = ("grpo", "dr-grpo", "gspo", "ppo"), ("reinforce", "r
 
 
 def flags(settings: dict[str, Any]) -> list[str]:
-    """{"lr": 0.1, "end": True, "preflight": False} -> --lr 0.1 --end --no-preflight"""
+    """{"lr": 0.1, "end": True, "preflight": False} -> --lr 0.1 --end --no-preflight."""
     words: list[str] = []
     for name, value in settings.items():
         flag = name.replace("_", "-")

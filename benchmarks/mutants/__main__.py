@@ -1,4 +1,4 @@
-"""python -m benchmarks.mutants"""
+"""python -m benchmarks.mutants."""
 
 import sys
 

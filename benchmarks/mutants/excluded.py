@@ -23,8 +23,10 @@ TRITON_FILES = tuple(
 
 @dataclass(frozen=True)
 class Rule:
-    """Leaves out mutants of these files and functions; with `old` or `line`, only those whose
-    original text, or the line that it is in, has this."""
+    """Leave out mutants of these files and functions.
+
+    With `old` or `line`, only those whose original text, or the line that it is in, matches the pattern.
+    """
 
     reason: str
     path: str = "*"

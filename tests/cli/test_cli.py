@@ -455,7 +455,7 @@ def test_a_preflight_of_a_small_task_is_its_plan(ascent: Any) -> None:
 def test_an_interrupted_run_is_resumed_by_the_same_launch_and_by_no_other(
     ascent: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun --max-restarts starts the same command again; another launch finds the folder taken."""
+    """Torchrun --max-restarts starts the same command again; another launch finds the folder taken."""
     from ascent.runs.run_writer import RunWriter
 
     step = RunWriter.step

@@ -81,7 +81,7 @@ def test_a_norm_of_zero_falls_back_on_the_plain_mean() -> None:
 
 
 def test_degrees_of_freedom() -> None:
-    """ddof 0: std² = 14/3."""
+    """Ddof 0: std² = 14/3."""
     δ = Normalized(eps=0.0, ddof=0)(batch_of([[1, 2, 6]]), {})
     close(δ.flatten(), [d / math.sqrt(14 / 3) for d in (-2, -1, 3)])
 

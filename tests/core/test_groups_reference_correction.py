@@ -261,7 +261,7 @@ def test_every_n_steps_it_is_the_policy() -> None:
 
 
 def test_a_moving_average_follows() -> None:
-    """r = ¼, policy at 1, 2, 3: 0.25, 0.75·0.25 + 0.25·2 = 0.6875, 0.75·0.6875 + 0.25·3 = 1.265625."""
+    """R = ¼, policy at 1, 2, 3: 0.25, 0.75·0.25 + 0.25·2 = 0.6875, 0.75·0.6875 + 0.25·3 = 1.265625."""
     assert over_steps(MovingAverage(0.25), 3) == [{0.25}, {0.6875}, {1.265625}]
 
 

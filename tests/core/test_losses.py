@@ -340,7 +340,7 @@ def objectives() -> dict[str, Algorithm]:
 @pytest.mark.parametrize("name", objectives())
 @pytest.mark.parametrize("field", FIELDS)
 def test_masked_tokens_never_matter(name: str, field: str) -> None:
-    """No value, gradient or sum sees what stands there. (What is not finite is kept out where rollouts come in.)"""
+    """No value, gradient or sum depends on masked tokens. Non-finite values are rejected where rollouts come in."""
     algorithm = objectives()[name]
     clean = objective_with(algorithm, {})
     assert math.isfinite(clean[0])

@@ -287,7 +287,7 @@ class Table:
         self.responses = torch.tensor(list(itertools.product(range(self.V), repeat=2)))
 
     def logp(self) -> Tensor:
-        """log π of both tokens of every response, `[1 response 2]`."""
+        """Log π of both tokens of every response, `[1 response 2]`."""
         first = torch.log_softmax(self.logits[: self.V], -1)[self.responses[:, 0]]
         second = torch.log_softmax(self.logits[self.V :].view(self.V, self.V), -1)
         return torch.stack([first, second[self.responses[:, 0], self.responses[:, 1]]], -1).unsqueeze(0)

@@ -68,7 +68,7 @@ class FirstLogProb(PairLoss):
 
 
 def test_a_pair_loss_of_ones_own_maximizes_the_log_sigmoid_of_its_margin() -> None:
-    """m = −1 + 1.5 = 0.5: log σ(0.5)."""
+    """M = −1 + 1.5 = 0.5: log σ(0.5)."""
     close(FirstLogProb().value(f64([[[-1.0], [-1.5]]])), [[[-math.log1p(math.exp(-0.5))]]])
     algorithm = replace(DPO, loss=FirstLogProb(), reference=NoReference())
     terms = algorithm.objective(paired([[1, 1]]), outputs(f64([[[-1.0], [-1.5]]])))
@@ -84,7 +84,7 @@ def test_a_pair_weighs_one_over_pairs_whatever_its_length() -> None:
 
 
 def test_smoothing_by_hand() -> None:
-    """m = 0.2: (1 − ε)·log σ(0.2) + ε·log σ(−0.2)."""
+    """M = 0.2: (1 − ε)·log σ(0.2) + ε·log σ(−0.2)."""
     batch = paired([[1, 1]], logp_ref=torch.zeros(1, 2, 1))
     logp = f64([[[1.0], [-1.0]]])
     terms = replace(DPO, loss=Dpo(0.1, smoothing=0.25)).objective(batch, outputs(logp))

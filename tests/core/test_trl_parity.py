@@ -364,8 +364,11 @@ def test_bnpo_depends_on_how_a_step_is_cut(model: Path) -> None:
 
 @pytest.mark.parametrize("row", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
 def test_mini_batches_of_token_rows_share_trls_denominator(row: str, model: Path) -> None:
-    """Several optimizer steps on one generation batch. TRL's dapo and cispo divide each by the mean number of tokens
-    of a mini-batch, ours by the tokens of this one; rows with a number of responses are the same."""
+    """Several optimizer steps on one generation batch.
+
+    TRL's dapo and cispo divide each by the mean number of tokens of a mini-batch, ours by the tokens of this one; rows
+    with a number of responses are the same.
+    """
     algorithm, settings = ROWS[row]
     given = case()
     theirs = parts_by_trl(given, model, steps_per_generation=PROMPTS, **settings)
@@ -391,9 +394,12 @@ def one_group(given: Case, prompt: int, algorithm: Algorithm) -> Result:
 
 
 def test_an_all_equal_group_leaves_trl_a_residue_in_float32(model: Path) -> None:
-    """TRL centers in float32 and divides by std + 1e-4. The mean of seven equal rewards may be off by a rounding, and
-    then all seven get the same credit, which is not small for large rewards. Ours is 0; our centered reward over its
-    std + 1e-4 is TRL's number."""
+    """TRL centers in float32 and divides by std + 1e-4.
+
+    The mean of seven equal rewards may be off by a rounding, and then all seven get the same credit, which is not
+    small for large rewards. Ours is 0; our centered reward over its
+    std + 1e-4 is TRL's number.
+    """
     values = torch.tensor([1000.1, 3000.7, 77.7, 0.3])
     batch = batch_of(values.view(-1, 1).expand(4, 7).tolist(), torch.full((4, 7), 2), logp_old=torch.zeros(4, 7, 2))
     batch = batch.add(reward=batch.reward.float(), logp_sampler=batch.logp_sampler.float())
@@ -519,8 +525,10 @@ TRL_RLOO = replace(RLOO, loss=SequenceRatio("product", 0.2, 0.2))
 
 
 def test_rloo_is_trls_on_a_fresh_batch(model: Path) -> None:
-    """Advantages (the KL taken off the reward) and gradient. The losses differ, as ρ and log π do: TRL's at ρ = 1 is
-    −mean δ, ours −mean δ·log π."""
+    """Advantages (the KL taken off the reward) and gradient.
+
+    The losses differ, as ρ and log π do: TRL's at ρ = 1 is −mean A, ours −mean A·log π.
+    """
     given = case(moved=0.0)
     theirs, ours = by_trl(given, model, rloo=True), by_us(given, RLOO)
     close(theirs.advantage, ours.advantage, EXACT)

@@ -120,8 +120,10 @@ def test_a_response_by_hand() -> None:
 
 
 def test_a_masked_token_is_stepped_over() -> None:
-    """The middle token is a tool's: the state after the first is the one before the third. What V says of the tool's
-    token, and what stands in the padding, is never read."""
+    """The middle token is a tool's: the state after the first is the one before the third.
+
+    V of the tool's token, and what stands in the padding, is never read.
+    """
     value = f64([[[1.0, math.nan, 4, math.nan, math.nan]]])
     batch = batch_of([[2.0]], [[3]], width=4, value=value).add(mask=torch.tensor([[[True, False, True, False]]]))
     close(TD()(batch, {}), [[[4 - 1, 0, 2 - 4, 0]]])
@@ -204,7 +206,7 @@ def test_v_trace_per_turn_decays_at_the_ends_of_turns_alone() -> None:
 
 @pytest.mark.long
 def test_v_trace_is_torchrls() -> None:
-    """torchrl 0.14's functional form at λ = 1: the same returns; its advantage has min(w, ρ̄) as a factor."""
+    """Torchrl 0.14's functional form at λ = 1: the same returns; its advantage has min(w, ρ̄) as a factor."""
     functional = pytest.importorskip("torchrl.objectives.value.functional")
     batch = off_policy(3, per_token=True)
     batch = batch.add(valid=torch.ones_like(batch.valid))
@@ -304,8 +306,11 @@ def test_with_the_exact_v_every_credit_is_unbiased_and_with_a_wrong_one_only_mon
 
 
 def test_v_trace_follows_the_trainer_where_gae_follows_the_sampler() -> None:
-    """Unbounded, λ = 1, for any V: given a state and a token, the mean of A_t over what the sampler drew next is
-    Q^π(s_t, a_t) − V(s_t), Q^π of the policy that trains; GAE's is that of the sampler. Enumerated, token by token."""
+    """Unbounded, λ = 1, for any V: V-trace is unbiased, and GAE is that of the behavior policy.
+
+    Given a state and a token, the mean of A_t over the tokens that follow is
+    Q^π(s_t, a_t) − V(s_t), Q^π of the policy that trains; GAE's is that of the sampler. Enumerated, token by token.
+    """
     policy = oracle_policy(RAGGED)
     exact = Table(policy, prompt_of(RAGGED), Tiny(RAGGED, a_point_each))
     found = Table(policy, prompt_of(RAGGED), Tiny(RAGGED, a_point_each), old=policy, sampler=moved(policy, 1.0, 0.5))
@@ -386,7 +391,7 @@ def test_values_lower_the_variance() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("bootstrap", [True, False])
 def test_gae_is_torchrls(bootstrap: bool) -> None:
-    """torchrl 0.14's functional form, on float32, to 1e-6.
+    """Torchrl 0.14's functional form, on float32, to 1e-6.
 
     Intended difference: torchrl has no masks and no padding, so each response is given alone; a truncated one is
     `done` but not `terminated` there, which always bootstraps: here that is a choice.

@@ -233,7 +233,7 @@ def test_no_decoder_ends_a_response_before_its_fewest_tokens(how: dict[str, Any]
 @pytest.mark.long
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_the_mass_is_what_the_end_token_left(decoder: Any) -> None:
-    """m = 1 − p(end) before the fewest tokens, 1 behind them; the log-prob is over the whole vocabulary."""
+    """M = 1 − p(end) before the fewest tokens, 1 behind them; the log-prob is over the whole vocabulary."""
     lm = one_model(soon=True)
     got = drawn_by(decoder, lm=lm, min_tokens=4, limit=8)
     want = probabilities(lm, got)[..., END]
@@ -255,7 +255,7 @@ def probabilities(lm: Any, rollouts: Rollouts) -> torch.Tensor:
 
 
 def test_barred_tokens_come_before_top_p() -> None:
-    """p = (½, ¼, ⅛, ⅛), the first barred: ½, ¼, ¼ are left, of which top-p 0.7 keeps two, ⅜ of the whole."""
+    """P = (½, ¼, ⅛, ⅛), the first barred: ½, ¼, ¼ are left, of which top-p 0.7 keeps two, ⅜ of the whole."""
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]] * 2).log()
     barred = (torch.tensor([True, False]), torch.tensor([0, 0]))
     token, logp, mass = sample_tokens(logits, 1.0, SamplingParams(top_p=0.7), torch.tensor([0.9, 0.9]).double(), barred)

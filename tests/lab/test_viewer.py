@@ -272,7 +272,7 @@ def test_a_list_does_not_say_status_and_steps_twice_and_a_page_says_how_to_go_on
 
 
 def test_parsing_many_lines_at_once_is_parsing_each(tmp_path: Path) -> None:
-    """pyarrow's reader against json's, through the one path and the other."""
+    """Pyarrow's reader against json's, through the one path and the other."""
     data = written(tmp_path / "m", walk(300)).read_bytes()
     fast, slow = parse(data), parse(data + b'{"step": 300, "reward": NaN}\n')
     for name in ("reward", "eval/accuracy", "late"):

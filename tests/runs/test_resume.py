@@ -642,8 +642,10 @@ def test_an_unforeseen_error_is_kept_and_told_in_a_line(
 @pytest.mark.slow
 @pytest.mark.parametrize("room", [5000, 10_500])
 def test_a_full_disk_loses_nothing(room: int, tmp_path: Path, unharmed: Any) -> None:
-    """Files may not grow beyond a few kilobytes, which a write then says as a full disk would: of the records, or in
-    the middle of a checkpoint."""
+    """Files may not grow beyond a few kilobytes: writes fail as on a full disk.
+
+    Once while records are written, once in the middle of a checkpoint.
+    """
     path = tmp_path / "run"
 
     def work() -> None:

@@ -85,7 +85,7 @@ def test_one_that_was_killed_is_no_obstacle(tmp_path: Path) -> None:
 def test_a_run_killed_in_a_step_leaves_its_sign_and_is_resumed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """kill -9 in its third step: the sign stays, growing old, and `ascent resume` takes the folder over."""
+    """Kill -9 in its third step: the sign stays, growing old, and `ascent resume` takes the folder over."""
     run = tmp_path / "run"
     child = os.fork()
     if child == 0:

@@ -84,7 +84,6 @@ def until(happened: Any) -> None:
 @pytest.fixture(scope="module")
 def quiet() -> Iterator[Relaying]:
     """A relay whose engine must not receive requests."""
-
     with relaying("http://127.0.0.1:9") as one:
 
         async def never(*_: Any, **__: Any) -> Any:

@@ -268,7 +268,7 @@ def test_the_lag_between_versions_is_no_mismatch() -> None:
 
 
 def plain_logp(policy: Any, batch: Batch) -> Tensor:
-    """log π of every action, from one forward pass per response over exactly the tokens that are there."""
+    """Log π of every action, from one forward pass per response over exactly the tokens that are there."""
     logp = torch.zeros(batch.mask.shape, dtype=F64)
     for p, s in itertools.product(*map(range, batch.valid.shape)):
         there = batch.present[p, s]

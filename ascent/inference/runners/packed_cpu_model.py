@@ -55,7 +55,7 @@ class InPlaceOps:
     def add_rms_norm(
         x: Tensor, y: Tensor | None, weight: Tensor, eps: float, weight_offset: float | None = None
     ) -> TensorPair:
-        """x ← x + y, in place, and its norm. Half precision and other forms of norms: as step.py has it."""
+        """X ← x + y, in place, and its norm. Half precision and other forms of norms: as step.py has it."""
         given = [x, weight] if y is None else [x, y, weight]
         if cpu_kernels.is_supported(*given) and all(one.is_contiguous() for one in given):
             return cpu_kernels.add_rms_norm(x, y, weight, eps, weight_offset or 0.0)

@@ -1,8 +1,8 @@
-"""Finding the answer in a response, and comparing it with the right one.
+r"""Finding the answer in a response, and comparing it with the right one.
 
 A response gives its answer *strictly* if it marks it and says nothing more:
 
-    Answer: 7        #### 7        \\boxed{7}        <answer>7</answer>
+    Answer: 7        #### 7        \boxed{7}        <answer>7</answer>
 
 or if it ends with it: "4 + 3 = 7." does, "it is 7, I think" does not. Small models can do that even if they cannot
 use a mark. *Leniently* the answer is taken from free text: what follows "the answer is", otherwise the last number, the
@@ -252,7 +252,7 @@ def _same_value(one: Any, other: Any) -> bool:
 
 
 def check_choice(answer: str, response: str) -> Verdict:
-    """The same option of a multiple choice, by its letter: B, (b), **B**, B), Answer: B, \\boxed{B}.
+    r"""The same option of a multiple choice, by its letter: B, (b), **B**, B), Answer: B, \boxed{B}.
 
     Strictly: the letter alone, after a mark or "the answer is", on the last line, or as the whole
     response. Leniently: with more words behind it ("The answer is B. There is only …", "B) Paris"),
@@ -271,7 +271,7 @@ def chosen_option(response: str) -> str | None:
 
 
 def labelled_option(answer: str) -> str | None:
-    """The letter of an answer that is an option: B, (b), B) Paris, \\boxed{B}; None for anything else."""
+    r"""The letter of an answer that is an option: B, (b), B) Paris, \boxed{B}; None for anything else."""
     text = _undecorated(marked_answer(answer) or answer)
     return _only(text) or _first(text)
 
