@@ -39,7 +39,10 @@ def loaded(tiny_folder: Path) -> LoadedPolicy:
 
 @pytest.fixture(autouse=True)
 def small_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_probe, "PROMPT", 24), monkeypatch.setattr(weight_probe, "TOKENS", 8)
+    (
+        monkeypatch.setattr(weight_probe, "MAX_PROMPT_TOKENS", 24),
+        monkeypatch.setattr(weight_probe, "MAX_RESPONSE_TOKENS", 8),
+    )
 
 
 @contextmanager
@@ -182,7 +185,7 @@ def test_a_stream_that_would_go_on_with_other_tokens_ends_with_an_error(loaded: 
         server.draw = other
         server.kills = [5]
         chunks = streamed(client, seed=4)
-        assert "drew other tokens" in chunks[-1]["error"]["message"]
+        assert "generated other tokens" in chunks[-1]["error"]["message"]
         assert say(client, seed=4)["choices"]
 
 
@@ -212,7 +215,7 @@ def test_what_a_server_refuses_fails_one_turn_and_a_server_that_is_gone_all(
         real = server.respond
         server.respond = lambda *_: (400, {"error": "no"})
         answer = client.post("/chat/completions", json={"messages": HELLO})
-        assert answer.status_code == 503 and "refused" in answer.json()["error"]["message"]
+        assert answer.status_code == 503 and "rejected" in answer.json()["error"]["message"]
         server.respond = real
         assert say(client)["choices"]
         service.sampler.server_pool.deadline = 0.2

@@ -277,7 +277,10 @@ def test_what_a_server_draws_that_somebody_has_started_again_unnoticed_is_thrown
 @pytest.mark.parametrize("servers", [1, 2])
 def test_twenty_kills_lose_and_double_nothing(stack: ExitStack, servers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it writes, takes weights or is probed: whoever asks loses the connection, and it starts anew."""
-    monkeypatch.setattr(weight_probe, "TOKENS", 2), monkeypatch.setattr(server_pool, "TRIES", 20)
+    (
+        monkeypatch.setattr(weight_probe, "MAX_RESPONSE_TOKENS", 2),
+        monkeypatch.setattr(server_pool, "MAX_CONSECUTIVE_FAILURES", 20),
+    )
     world, rng, ahead = World(stack, servers=servers, rows=3), random.Random(servers), 2
     for server in world.servers:
         server.kills = [rng.randrange(90) for _ in range(20 // servers)]
@@ -311,7 +314,10 @@ SMALL = {"steps": 4, "prompts": 2, "samples": 2, "max_tokens": 4, "eval_prompts"
 
 @pytest.fixture
 def trained(stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
-    monkeypatch.setattr(weight_probe, "PROMPT", 20), monkeypatch.setattr(weight_probe, "TOKENS", 2)
+    (
+        monkeypatch.setattr(weight_probe, "MAX_PROMPT_TOKENS", 20),
+        monkeypatch.setattr(weight_probe, "MAX_RESPONSE_TOKENS", 2),
+    )
     score = TokenizedTask.score
 
     def parity(task: TokenizedTask, rollouts: Rollouts) -> Scores:
@@ -341,13 +347,13 @@ class Trained:
 
 def be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """The learner is so slow that all that was asked for is written before the next version."""
-    load = ServerPool.load
+    load = ServerPool.load_weights
 
     def late(served: ServerPool, version: int) -> None:
         assert not wait([future for server in served.servers for future in server.in_flight], 60).not_done
         load(served, version)
 
-    monkeypatch.setattr(ServerPool, "load", late)
+    monkeypatch.setattr(ServerPool, "load_weights", late)
 
 
 @pytest.mark.long

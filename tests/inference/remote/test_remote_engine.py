@@ -404,7 +404,7 @@ def test_a_server_of_another_engine_among_the_others_is_trouble(stack: ExitStack
 
 @every_engine
 @pytest.mark.long
-@pytest.mark.parametrize(("last", "words"), [(7, "at token 7, which does not end one here"), (3, "")])
+@pytest.mark.parametrize(("last", "words"), [(7, "at token 7, which is not an end token"), (3, "")])
 def test_a_response_that_ends_too_early_is_trouble(stack: ExitStack, engine: str, last: int, words: str) -> None:
     """As one does that a server cuts for want of memory, or at an end token that is not the model's."""
     world = World(stack, engine=engine)
@@ -914,7 +914,10 @@ class Higher(Environment):
 def test_a_run_is_trained_through_an_engine_and_resumed_to_the_same_numbers(
     stack: ExitStack, tmp_path: Path, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_probe, "PROMPT", 24), monkeypatch.setattr(weight_probe, "TOKENS", 8)
+    (
+        monkeypatch.setattr(weight_probe, "MAX_PROMPT_TOKENS", 24),
+        monkeypatch.setattr(weight_probe, "MAX_RESPONSE_TOKENS", 8),
+    )
     model = write_tiny(tmp_path / "tiny", max_position_embeddings=128)
     rows = [{"prompt": f"{i}+{i}", "answer": str(2 * i)} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
