@@ -156,7 +156,7 @@ def lanes(ahead: int, smoke: bool) -> dict[str, Any]:
     steps, groups, samples, mean = (3, 2, 4, 4) if smoke else (8, 8, 8, 24)
     with tempfile.TemporaryDirectory() as folder:
         lm = CausalLM(random_model(Path(folder), SMOKE), dtype="float32", device="cpu").load()
-    lm.ends = frozenset({-1})  # no response ends before its length
+    lm.stop_token_ids = frozenset({-1})  # no response ends before its length
     rows = 2 * groups * samples
     sampler = Ragged(lm, 8 * mean, 1.0, torch.Generator().manual_seed(0), SamplingParams(), rows)
     sampler.lengths = lengths_of(steps * groups * samples, mean, 8 * mean).view(-1, samples)

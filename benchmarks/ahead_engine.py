@@ -151,7 +151,7 @@ def speed(environment: str, repeats: int) -> dict[str, Any]:
             try:
                 answer_of(bare, "ready")
                 sampler.load({}, 0)
-                sampler.lm.ends = frozenset()  # every response has its whole length
+                sampler.lm.stop_token_ids = frozenset()  # every response has its whole length
                 for repeat in range(repeats + 1):
                     begin = time.perf_counter()
                     drawn = sampler.generate(Prompts.of(ids), samples, seed=repeat)

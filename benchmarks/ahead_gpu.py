@@ -73,7 +73,7 @@ def speed(steps: int, smoke: bool) -> dict[str, dict[str, Any]]:
         settings |= {"model": model, "max_tokens": limit, "kl": "no-kl", "reference": "no-reference"}
         settings |= {"correction": "truncated", "old_logp": "learner"}
         parts = assemble(configure(FixedPrompts(words=tuple(words)), settings))
-    parts.policy.ends = NEVER
+    parts.policy.stop_token_ids = NEVER
     table = lengths_of(len(words) * samples, mean, limit).view(-1, samples)
 
     def limits(prompts: Prompts, count: int, most: int) -> Tensor:

@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         lm = CausalLM(random_model(Path(folder), shape, device), device=device).load()
     prove(lm, PROMPT_TOKENS + tokens)
-    batch, sides = random_batch(lm.vocab, prompts, SAMPLES, PROMPT_TOKENS, tokens), {}
+    batch, sides = random_batch(lm.vocab_size, prompts, SAMPLES, PROMPT_TOKENS, tokens), {}
     for name, algorithm in SIDES.items():
         sides[name] = measure(lm, algorithm, batch, repeats)
         gc.collect()

@@ -62,9 +62,9 @@ def measure(side: str, model: str, tokens: int) -> dict[str, Any]:
         algorithm.critic(learner, batch)
         return time.perf_counter() - begin
 
-    whole(random_batch(lm.vocab, 1, SAMPLES, PROMPT_TOKENS, 2))
+    whole(random_batch(lm.vocab_size, 1, SAMPLES, PROMPT_TOKENS, 2))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seconds = whole(random_batch(lm.vocab, PROMPTS, SAMPLES, PROMPT_TOKENS, tokens))
+    seconds = whole(random_batch(lm.vocab_size, PROMPTS, SAMPLES, PROMPT_TOKENS, tokens))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"seconds": seconds, "before": before * 1024, "peak": peak * 1024}
 

@@ -187,7 +187,7 @@ def client(pipe: Any) -> None:
 def serving(sampler: LocalEngine, slots: int, limit: int, longest: int, renderer: Any) -> Iterator[Any]:
     queue = RequestQueue(slots)
     settings = SessionSettings(limit + longest, longest, limit, fixed=True)
-    endpoint = Endpoint(queue, renderer, settings, sampler.lm.vocab)
+    endpoint = Endpoint(queue, renderer, settings, sampler.lm.vocab_size)
     server = ServerThread(endpoint).start()
     decoding = threading.Thread(target=serve_requests, args=(sampler, queue, slots, limit, longest))
     decoding.start()
@@ -204,7 +204,7 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
     shape = SHAPES["135m"] | (SMOKE if options.smoke else {})
     tokens, sessions = (8, 8) if options.smoke else (256 if options.gpu else 64, SESSIONS)
     lm = model_of(shape, device)
-    prompt = prompts_of(sessions, lm.vocab, 50, 70)
+    prompt = prompts_of(sessions, lm.vocab_size, 50, 70)
     limit = tokens + TURNS * OBSERVED
     prove(lm, 70 + limit)
     sampler = LocalEngine(lm, tokens, 1.0, torch.Generator().manual_seed(0), rows=sessions)
@@ -215,7 +215,7 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, list[float]] = {"plain": [], "endpoint": [], "turns": []}
 
     def through(turns: int) -> float:
-        renderer = ChatRenderer(Silent(), lm.ends)
+        renderer = ChatRenderer(Silent(), lm.stop_token_ids)
         with serving(sampler, sessions, limit, 70, renderer) as (endpoint, port):
             keys = [endpoint.open(Session(seed), endpoint.settings)[0] for seed in range(sessions)]
             mine.send((port, keys, ids, turns, tokens // turns))
@@ -279,7 +279,7 @@ def attacks(folder: Path) -> tuple[dict[str, bool], int]:
     lm = tiny(folder)
     sampler = LocalEngine(lm, 300, 1.0, torch.Generator(), rows=4)
     sampler.version = 0
-    with serving(sampler, 8, 300, 120, ChatRenderer(lm.tokenizer, lm.ends)) as (endpoint, port):
+    with serving(sampler, 8, 300, 120, ChatRenderer(lm.tokenizer, lm.stop_token_ids)) as (endpoint, port):
         sessions = [endpoint.open(Session(seed), endpoint.settings) for seed in (7, 7, 3, 4)]
         (alone_key, alone), (key, beside), (bad, _), (over, _) = sessions
         endpoint.close(over, "over")

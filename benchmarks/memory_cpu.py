@@ -66,8 +66,8 @@ def batch_of(lm: LanguageModel, prompts: int, tokens: int) -> Batch:
     rng = torch.Generator().manual_seed(0)
     shape = (prompts, SAMPLES, tokens)
     batch = Batch(
-        prompt=torch.randint(lm.vocab, (prompts, PROMPT_TOKENS), generator=rng),
-        response=torch.randint(lm.vocab, shape, generator=rng),
+        prompt=torch.randint(lm.vocab_size, (prompts, PROMPT_TOKENS), generator=rng),
+        response=torch.randint(lm.vocab_size, shape, generator=rng),
         mask=torch.ones(shape, dtype=torch.bool),
         logp_sampler=torch.zeros(shape),
         limit=tokens,

@@ -83,7 +83,7 @@ def measure(name: str, model: str, size: tuple[int, int, int], vocab: int, devic
     shape = {"prompts": prompts, "samples": samples, "max_tokens": tokens, "max_prompt": 64}
     parts = assemble(configure(FixedPrompts(words=tuple(random_prompts(prompts, 16, vocab))), settings | shape))
     try:
-        parts.policy.ends = NEVER
+        parts.policy.stop_token_ids = NEVER
         parts.resolve_old_logp()
         batch = drawn(parts)
         score = parts.learner.score(batch, frozenset({"logp_old"}))["logp_old"]

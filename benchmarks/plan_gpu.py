@@ -110,7 +110,7 @@ def rollout(lm: LanguageModel, job: Job, repeats: int) -> dict[str, Any]:
     sampler = LocalEngine(lm, job.tokens, 1.0, torch.Generator().manual_seed(0))
     table = torch.tensor(lengths_in(job))
     sampler.length_limits = lambda *_: table.flatten()  # type: ignore[assignment, method-assign, misc]
-    ids = torch.randint(3, lm.vocab, (job.prompts, PROMPT), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, lm.vocab_size, (job.prompts, PROMPT), generator=torch.Generator().manual_seed(0))
     seconds, peak = timed(lambda: sampler.generate(Prompts.of(ids), job.samples), repeats, on_card)
     return {"seconds": seconds, "peak": peak}
 

@@ -61,7 +61,9 @@ def draw(
     if name == "before":
         sampler.packed_model, sampler.runner = None, PagedRunner
     with sampler.prepared() as head:
-        drawn = GenerationState(len(lengths), limit, lm.ends, head, seeds, 1.0, SamplingParams(), limits=lengths)
+        drawn = GenerationState(
+            len(lengths), limit, lm.stop_token_ids, head, seeds, 1.0, SamplingParams(), limits=lengths
+        )
         decoder = sampler.runner(lm, prompts, len(lengths) // len(prompts), rows, drawn, room)
         with telling(lambda: f"{name}: {int(drawn.lengths.sum())} of {total} tokens"):
             begin, cpu = time.perf_counter(), time.process_time()
@@ -104,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
         lm = CausalLM(model, dtype="float32", device="cpu").load()
     prompts = [lm.encode([{"role": "user", "content": text}]) for text in words]
     prove(lm, max(map(len, prompts)) + limit)
-    lm.ends = frozenset({-1})  # no response ends before its length
+    lm.stop_token_ids = frozenset({-1})  # no response ends before its length
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(least, limit + 1, (PROMPTS * options.samples,), generator=generator)
     lengths[0] = limit

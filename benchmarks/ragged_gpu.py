@@ -119,7 +119,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     shape, device = (SHAPES[name] | SMOKE, "cpu") if smoke else (SHAPES[name], "cuda")
     count, lanes, limit, mean = (48, 16, 64, 12) if smoke else (options.responses, options.lanes, LIMIT, MEAN)
     lm = model_of(shape, device)
-    table = prompts_of(count // SAMPLES, lm.vocab, *((5, 9) if smoke else (50, 70)))
+    table = prompts_of(count // SAMPLES, lm.vocab_size, *((5, 9) if smoke else (50, 70)))
     prompts = [row[row >= 0].tolist() for row in table]
     prove(lm, table.shape[1] + limit)
     lengths = lengths_of(count, mean, limit)
@@ -129,7 +129,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     for limits in [lengths] if smoke else [lengths // WARM + 1, lengths]:  # the first call captures the graphs
         seeds = torch.arange(count)
         head = LMHead.of(lm.model)
-        drawn = GenerationState(count, limit, lm.ends, head, seeds, 1.0, SamplingParams(), limits=limits)
+        drawn = GenerationState(count, limit, lm.stop_token_ids, head, seeds, 1.0, SamplingParams(), limits=limits)
         begin = time.perf_counter()
         with torch.no_grad(), packed_attention_enabled(lm.model):
             run = decoder(lm, prompts, SAMPLES, lanes, drawn)
@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.floors:
         lm = model_of(SHAPES[options.shape], "meta")
         lm.model.to(torch.bfloat16)
-        prompts = (prompts_of(options.responses // SAMPLES, lm.vocab, 50, 70) >= 0).sum(-1).tolist()
+        prompts = (prompts_of(options.responses // SAMPLES, lm.vocab_size, 50, 70) >= 0).sum(-1).tolist()
         least = floors(lm, lengths_of(options.responses, MEAN, LIMIT), prompts, options.lanes)
         show(list(least), [[f"{value:.4g}" for value in least.values()]])
         return 0

@@ -45,7 +45,9 @@ def numbers(side: Ours) -> dict[str, Tensor]:
     learner: Any = getattr(parts.learner, "inner", parts.learner)
     generator = torch.Generator().manual_seed(5)
     mask = torch.ones(4, 8, 64, dtype=torch.bool)
-    prompt, response = (torch.randint(learner.lm.vocab, shape, generator=generator) for shape in ((4, 30), mask.shape))
+    prompt, response = (
+        torch.randint(learner.lm.vocab_size, shape, generator=generator) for shape in ((4, 30), mask.shape)
+    )
     none = torch.zeros(mask.shape)
     drawn = Rollouts(prompt, response, mask, none, 64, torch.zeros(4, 8, dtype=torch.bool))
     reward = torch.randn(4, 8, 1, generator=generator)

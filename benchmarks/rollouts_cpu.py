@@ -46,7 +46,7 @@ class Ours:
         width = max(map(len, self.ids))
         self.prompt = torch.tensor([ids + [-1] * (width - len(ids)) for ids in self.ids])
         prove(lm, width + tokens)
-        lm.ends = frozenset({-1})  # no response ends before the limit
+        lm.stop_token_ids = frozenset({-1})  # no response ends before the limit
         self.sampler = LocalEngine(lm, tokens, 1.0, torch.Generator().manual_seed(0))
 
     def __call__(self) -> Answer:

@@ -65,7 +65,7 @@ def model_of(shape: dict[str, Any], device: str) -> LanguageModel:
     with torch.device(device):
         model = getattr(transformers, f"{shape['kind']}ForCausalLM")(config).to(dtype)
     lm = LanguageModel(model.to(device).eval(), Numbers())
-    lm.ends = frozenset({-1})
+    lm.stop_token_ids = frozenset({-1})
     return lm
 
 
@@ -137,7 +137,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     shape = shape | SMOKE if options.smoke else shape
     samples = 2 if options.smoke else shape["samples"]
     lm = model_of(shape, device)
-    prompt = prompts_of(count, lm.vocab, *lengths)
+    prompt = prompts_of(count, lm.vocab_size, *lengths)
     prove(lm, prompt.shape[1] + tokens)
     sampler = LocalEngine(lm, tokens, 1.0, torch.Generator().manual_seed(0))
     decoder, note = cuda_graph_runner(lm)

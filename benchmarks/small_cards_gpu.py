@@ -106,7 +106,7 @@ def gap() -> int:
     apart, kl = [], []
     for question in sums(8):
         prompt = torch.tensor([plain.encode([{"role": "user", "content": question}])])
-        ids = plain.model.generate(prompt, do_sample=True, top_k=0, max_new_tokens=24, pad_token_id=plain.end)
+        ids = plain.model.generate(prompt, do_sample=True, top_k=0, max_new_tokens=24, pad_token_id=plain.eos_token_id)
         kept, drawn = ids.shape[1] - prompt.shape[1], ids[0, prompt.shape[1] :, None]
         base, other = (
             torch.log_softmax(lm.model(ids[:, :-1], logits_to_keep=kept).logits[0], -1) for lm in (plain, packed)

@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     count, samples, turns, drawn, observed = (2, 2, 2, 6, 3) if smoke else (32, 16, 4, 128, 32)
     seconds = 0.01 if smoke else options.seconds
     lm = model_of(shape, device)
-    prompts = Prompts.of(prompts_of(count, lm.vocab, 50, 70))
+    prompts = Prompts.of(prompts_of(count, lm.vocab_size, 50, 70))
     tokens = turns * drawn + (turns - 1) * observed
     prove(lm, prompts.prompt.shape[1] + tokens + 1)
     generator = torch.Generator().manual_seed(0)

@@ -50,10 +50,10 @@ def batch_of(lm: LanguageModel, lengths: Lengths) -> Batch:
     prompts, width = torch.tensor([n for n, _ in lengths]), max(max(own) for _, own in lengths)
     mask = torch.arange(width) < torch.tensor([own for _, own in lengths]).unsqueeze(-1)
     shape = mask.shape[:2]
-    prompt = torch.randint(lm.vocab, (len(lengths), int(prompts.max())), generator=generator)
+    prompt = torch.randint(lm.vocab_size, (len(lengths), int(prompts.max())), generator=generator)
     batch = Batch(
         prompt=torch.where(torch.arange(prompt.shape[1]) < prompts[:, None], prompt, -1),
-        response=torch.randint(lm.vocab, mask.shape, generator=generator),
+        response=torch.randint(lm.vocab_size, mask.shape, generator=generator),
         mask=mask,
         logp_sampler=torch.zeros(mask.shape),
         limit=width,
@@ -108,7 +108,7 @@ def edge(learner: LanguageLearner, limit: int) -> list[dict[str, Any]]:
         taken = torch.empty(int(CACHES * torch.cuda.mem_get_info()[0]), dtype=torch.uint8, device="cuda")
     for name, lengths in mixtures(plan.tokens, limit).items():
         batch = batch_of(lm, lengths)
-        parts = list(split_batch(batch, plan.tokens, lm.shares, plan.repeat, plan.padded))
+        parts = list(split_batch(batch, plan.tokens, lm.can_share_prompts, plan.repeat, plan.padded))
         most = max(_cost(part, plan.repeat) for part in parts)
         foreseen = int(most * bytes_per_token(lm, plan.needs_recompute(int(most)))) + head_bytes(lm)
         if on_card:

@@ -94,8 +94,8 @@ def proven_once() -> Iterator[None]:
         shapes = [(name, p.shape, p.dtype) for name, p in lm.model.named_parameters()]
         key = repr((type(lm.model), lm.config, shapes, args, more))
         if key not in known:
-            known[key] = model_verification.prove(lm, *args, **more), lm.shares
-        why, lm.shares = known[key]
+            known[key] = model_verification.prove(lm, *args, **more), lm.can_share_prompts
+        why, lm.can_share_prompts = known[key]
         return why
 
     with pytest.MonkeyPatch.context() as patch:

@@ -132,7 +132,7 @@ def test_seeds_ends_and_greedy_answers(served: Served) -> None:
     same(served.sampler.generate(prompts, 4, seed=3), served.sampler.generate(prompts, 4, seed=3))
     rollouts = served.sampler.generate(prompts, 16, seed=4)
     last = rollouts.response.gather(-1, (rollouts.length - 1).unsqueeze(-1)).squeeze(-1)
-    assert torch.equal(rollouts.truncated, ~torch.isin(last, torch.tensor(sorted(served.lm.ends))))
+    assert torch.equal(rollouts.truncated, ~torch.isin(last, torch.tensor(sorted(served.lm.stop_token_ids))))
     assert rollouts.truncated.any() and not rollouts.truncated.all()
     greedy = served.sampler.generate(prompts, 1, greedy=True)
     same(greedy, sampler_of(served.lm, limit=40, temperature=0.7).generate(prompts, 1, greedy=True))

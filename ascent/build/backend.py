@@ -29,7 +29,7 @@ SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p")
 class BoundTask(Task, Protocol):
     """A task that is bound to its policy's tokens and to its learned rewards: everything that workflows ask of it."""
 
-    ends: frozenset[int]
+    stop_token_ids: frozenset[int]
     """The tokens that end a response."""
     passes: Any
     """Passes over its rows, a `tasks.passes.Passes`; None: it has no rows."""

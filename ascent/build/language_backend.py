@@ -192,14 +192,14 @@ class LanguageBackend(Backend):
 
     def remote_engine(self, config: Config, model: LanguageModel, generator: torch.Generator) -> RemoteEngine:
         task = config.task
-        stops = StopStrings(task.stop, model.tokenizer, model.vocab) if task.stop else None
+        stops = StopStrings(task.stop, model.tokenizer, model.vocab_size) if task.stop else None
         longest, most = task.max_prompt + task.room, task.max_tokens if task.has_environment else 0
         kind = RemoteConversationEngine if task.agent else RemoteEngine
         return kind(config.policy, model, task.room, longest, config.temperature, generator, stops, most)
 
     def local_engine(self, config: Config, model: LanguageModel, generator: torch.Generator) -> LocalEngine:
         task, support = config.task, SamplingParams(config.top_k, config.top_p, config.min_p, config.task.min_tokens)
-        stops = StopStrings(task.stop, model.tokenizer, model.vocab) if task.stop else None
+        stops = StopStrings(task.stop, model.tokenizer, model.vocab_size) if task.stop else None
         how = (config.temperature, generator, support, config.policy.rows, stops)
         kind = LocalConversationEngine if task.agent else LocalEngine
         return kind(model, task.room, *how, most=task.max_tokens if task.has_environment else 0)
@@ -420,13 +420,15 @@ def _loaded(config: Config, fresh: bool) -> tuple[LanguageModel, tuple[str, ...]
     """The model in its precision, and a note where a new run would have taken float16 if the model had allowed it."""
     policy = config.policy
     if not fresh or why_not_float16(config) is not None:
-        return policy.load(config.seed, exact=True), ()
-    lm = replace(policy, dtype="float16").load(config.seed, exact=True)
+        return policy.load(config.seed, keep_full_precision=True), ()
+    lm = replace(policy, dtype="float16").load(config.seed, keep_full_precision=True)
     dtype, why = precision_of(config, lm)
     if why is None:
         return lm, ()
     del lm
-    return replace(policy, dtype=dtype).load(config.seed, exact=True), (f"parameters are not in float16: {why}",)
+    return replace(policy, dtype=dtype).load(config.seed, keep_full_precision=True), (
+        f"parameters are not in float16: {why}",
+    )
 
 
 def never_in_shards(config: Config) -> str | None:

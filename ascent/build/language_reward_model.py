@@ -81,13 +81,13 @@ class LanguageRewardModel(LearnedReward):
 
     @torch.no_grad()
     def __call__(self, rollouts: Rollouts) -> Float[Tensor, "prompt sample #token"]:
-        with packed_attention_enabled(self.model.model, self.model.shares):
+        with packed_attention_enabled(self.model.model, self.model.can_share_prompts):
             return self.read(self.model, rollouts).cpu()
 
     def rate(self, responses: Sequence[tuple[Chat | str, str]]) -> list[float]:
         """A number per (chat or prompt, response), tokenized as in the reward model's own training."""
         chats = [[{"role": "user", "content": chat}] if isinstance(chat, str) else chat for chat, _ in responses]
-        tokens = [[*self.model.tokenize(words), self.model.end][: self.limit] for _, words in responses]
+        tokens = [[*self.model.tokenize(words), self.model.eos_token_id][: self.limit] for _, words in responses]
         return [float(score) for score in self._scores(chats, tokens)]
 
     def _scores(self, chats: list[Chat], responses: list[list[int]]) -> Iterator[Float[Tensor, "#token"]]:
@@ -102,7 +102,7 @@ class LanguageRewardModel(LearnedReward):
         longest, width = max(map(len, prompts)), max(map(len, responses))
         if longest + width > self.proven:  # another task may have longer prompts than its own training
             self.proven = longest + width
-            prove(self.model, self.proven, self.model.shares, sampled=False)
+            prove(self.model, self.proven, self.model.can_share_prompts, sampled=False)
         mask = torch.arange(width) < torch.tensor([[len(ids)] for ids in responses]).unsqueeze(-1)
         return Rollouts(
             prompt=torch.tensor([ids + [-1] * (longest - len(ids)) for ids in prompts]),

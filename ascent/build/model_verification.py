@@ -38,7 +38,7 @@ TOKENS = 5
 def prove(
     lm: LanguageModel, longest: int = 0, share: bool = True, sampled: bool = True, fused: bool = False
 ) -> str | None:
-    """Set `lm.shares`; None where a group can share its prompt (if `share` asks for it), else why not.
+    """Set `lm.can_share_prompts`; None where a group can share its prompt (if `share` asks for it), else why not.
 
     `longest`: the tokens that a prompt and its response may have together. `sampled`: are responses drawn from it?
     `fused`: will it be trained with fused parts? Then they are fused here, and left alone where log-probs change.
@@ -82,14 +82,14 @@ def prove(
     kind = type(lm.model).__name__
     if not _apart(own[0], early[0], dtype) < 1:
         raise ConfigError(f"{kind}: the log-prob of a token depends on the tokens behind it, so it cannot be sampled")
-    lm.shares = False
+    lm.can_share_prompts = False
     if fused:
         _fuse_alike(lm, learned)
     _insist(learned, f"{kind}: Ascent cannot train it: its logits are not its head times its hidden states")
-    lm.shares = True
+    lm.can_share_prompts = True
     why = why_not() if share else "nobody asked for it"
-    lm.shares = why is None
-    if sampled and not lm.shares:
+    lm.can_share_prompts = why is None
+    if sampled and not lm.can_share_prompts:
         fault = f"{kind}: Ascent cannot sample from it: decoding with a cache does not give its log-probs"
         _insist(lambda: decoded(EagerRunner), fault)
     return why
@@ -114,8 +114,8 @@ def _fuse_alike(lm: LanguageModel, compare: Callable[[], float]) -> None:
     """Fuse a model's parts; undo it where the log-probs of the whole model are no longer its own."""
     before = {module: module.__dict__.get("forward") for module in lm.model.modules()}
     fuse_layers(lm.model)
-    lm.fuses = compare() < 1
-    for module, forward in () if lm.fuses else before.items():
+    lm.can_fuse_layers = compare() < 1
+    for module, forward in () if lm.can_fuse_layers else before.items():
         module.__dict__.pop("forward", None)
         if forward is not None:
             module.forward = forward
@@ -223,9 +223,9 @@ def _probe(lm: LanguageModel, longest: int, windows: list[int]) -> Rollouts:
     """Two groups of random tokens, ragged in every way. The responses of the first pass the largest of the windows."""
     long = max(7, min(max(windows, default=0) - 1, longest - TOKENS))
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(lm.vocab, (2, long), generator=generator)
+    prompt = torch.randint(lm.vocab_size, (2, long), generator=generator)
     prompt[1, 4:] = -1
-    response = torch.randint(lm.vocab, (2, 2, TOKENS), generator=generator)
+    response = torch.randint(lm.vocab_size, (2, 2, TOKENS), generator=generator)
     mask = torch.arange(TOKENS) < torch.tensor([[TOKENS, 3], [1, 4]]).unsqueeze(-1)
     return Rollouts(prompt, response, mask, torch.zeros(mask.shape), TOKENS, torch.zeros(2, 2, dtype=torch.bool))
 

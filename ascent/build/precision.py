@@ -71,8 +71,8 @@ def largest_activation(lm: LanguageModel) -> float:
             if isinstance(part, Tensor) and part.is_floating_point() and part.numel():
                 found.append(part.abs().amax().nan_to_num(torch.inf, torch.inf).double())
 
-    ids = torch.randint(lm.vocab, PROBE, generator=torch.Generator().manual_seed(0))
-    ids[0, 0] = lm.end
+    ids = torch.randint(lm.vocab_size, PROBE, generator=torch.Generator().manual_seed(0))
+    ids[0, 0] = lm.eos_token_id
     hooks = [module.register_forward_hook(look) for module in lm.backbone.modules()]
     try:
         lm.backbone(input_ids=ids.to(lm.device), use_cache=False)

@@ -55,7 +55,7 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
     shared = getattr(model, "num_key_value_heads", None) or heads
     rows = min(rows, (1 + config.ahead) * config.prompts * config.samples)
     tokens = config.task.room + config.task.max_prompt // max(config.samples, 1)
-    repeated = 1 if lm.shares else config.samples
+    repeated = 1 if lm.can_share_prompts else config.samples
     longest = repeated * config.task.max_prompt + config.samples * config.task.room
     micro = min(learner.plan.tokens, config.prompts * longest)
     weights = sum(p.numel() * p.element_size() for p in every)
@@ -71,7 +71,7 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
         "critic": critic_bytes(learner.critic) // spread,
         "decoding": 2 * layers * shared * channel * size * rows * tokens + copies,
         "activations": micro * bytes_per_token(lm, config.policy.checkpointing),
-        "head": 3 * chunk_bytes(lm.device) + min(MAX_KEPT_BYTES, micro * lm.vocab * 4),
+        "head": 3 * chunk_bytes(lm.device) + min(MAX_KEPT_BYTES, micro * lm.vocab_size * 4),
     }
 
 
@@ -134,14 +134,14 @@ def report_update(config: Config, learner: LanguageLearner, report: PreflightRep
     plan, task, lm = learner.plan, config.task, learner.whole_lm
     prompts, samples = -(-config.prompts // config.minibatches), config.samples
     every, attention = update_operations(lm, [task.max_prompt] * prompts, [[task.room] * samples] * prompts)
-    one = task.room + round((plan.repeat if lm.shares else 1) * task.max_prompt)
-    whole = task.max_prompt * lm.shares + samples * one
+    one = task.room + round((plan.repeat if lm.can_share_prompts else 1) * task.max_prompt)
+    whole = task.max_prompt * lm.can_share_prompts + samples * one
     parts = -(-prompts * whole // plan.tokens) if whole <= plan.tokens else prompts * -(-whole // plan.tokens)
     report.lines.append(
         f"update     at most {every / 1e12:,.3g} TFLOP, {attention / every:.0%} of them attention, in about {parts} "
         f"{'micro-batch' if parts == 1 else 'micro-batches'} of up to {plan.tokens:,} tokens"
     )
-    longest = task.max_prompt * lm.shares + one
+    longest = task.max_prompt * lm.can_share_prompts + one
     if plan.needs_recompute(longest):
         report.lines.append(
             f"           a response of more than {plan.tokens:,} tokens, its prompt counted, computes its layers twice"

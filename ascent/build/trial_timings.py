@@ -75,7 +75,7 @@ def update_rate(learner: LanguageLearner, prompt: int, limit: int) -> float:
     lm, kind = learner.lm, "cuda" if learner.lm.device.type == "cuda" else "cpu"
     length = min(limit, LONGEST[kind])
     samples = max(1, min(TOGETHER[kind], learner.plan.tokens) // length)
-    ids = torch.arange(prompt + length) % lm.vocab
+    ids = torch.arange(prompt + length) % lm.vocab_size
     mask = torch.ones(1, samples, length, dtype=torch.bool)
     tokens = ids[None, None, prompt:].expand(1, samples, -1).contiguous()
     none = torch.zeros(mask.shape[:2])

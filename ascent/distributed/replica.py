@@ -52,11 +52,11 @@ class Replica:
             self.engine, self.probe_engine = self.make(config)
         self.version, lm = -1, self.probe_engine.lm  # no version until all parts are loaded
         for part in parts(lm.device):
-            lm.take(part)
+            lm.load_params(part)
         for engine in {id(engine): engine for engine in (self.probe_engine, self.engine)}.values():
             engine.load({}, version)
         self.version = version
-        return self.probe_engine.generate_from_seeds(make_probe_prompts(lm.vocab), 1, None, PROBE_TOKENS)
+        return self.probe_engine.generate_from_seeds(make_probe_prompts(lm.vocab_size), 1, None, PROBE_TOKENS)
 
     def generate(
         self, version: int, prompts: Prompts, samples: int, seeds: Tensor | None, limit: int | None

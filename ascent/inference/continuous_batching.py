@@ -62,14 +62,14 @@ class ContinuousBatch(GenerationState):
         """`max_tokens`: maximum number of tokens after a prompt. `max_prompt`: maximum number of tokens of a prompt."""
         seeds = torch.zeros(max_requests, dtype=torch.long)
         settings = (engine.temperature, engine.sampling_params)
-        super().__init__(max_requests, max_tokens, engine.lm.ends, head, seeds, *settings)
+        super().__init__(max_requests, max_tokens, engine.lm.stop_token_ids, head, seeds, *settings)
         self.queue, self.engine, self.max_prompt_tokens, self.accepts_requests = queue, engine, max_prompt, True
         self.kept_mass = self.kept_masses = torch.ones(max_requests, max_tokens)
         """Not written by unrestricted requests: their entries are stale."""
         self.idle = IdleSequences(max_requests)
         self.turns: Any = self.idle
         self.unfinished = {-1}  # the call returns when the queue is closed
-        self.keeps_sequences = engine.lm.shares
+        self.keeps_sequences = engine.lm.can_share_prompts
         """Whether a sequence can wait for its next request. The cache of transformers does not support it."""
         self.free_seq_ids = list(range(max_requests))[::-1]
         self.waiting: list[Request] = []
@@ -114,7 +114,7 @@ class ContinuousBatch(GenerationState):
         if strings not in cache:
             if len(cache) >= MAX_CACHED_STOP_STRINGS + len(self.lengths):  # more than running requests can use
                 cache.clear()
-            cache[strings] = StopStrings(strings, self.engine.lm.tokenizer, self.engine.lm.vocab)
+            cache[strings] = StopStrings(strings, self.engine.lm.tokenizer, self.engine.lm.vocab_size)
         return cache[strings]
 
     @property
@@ -294,7 +294,7 @@ def serve_requests(
     """Serve the requests of a queue until it is closed. The calling thread decodes."""
     with engine.prepared() as head, short_switch_interval():
         batch = ContinuousBatch(queue, engine, head, max_requests, max_tokens, max_prompt)
-        if engine.lm.shares:
+        if engine.lm.can_share_prompts:
             engine.runner(engine.lm, [], 1, engine.rows, batch, cache_tokens or engine.cache_tokens)()
         else:
             EagerRequestRunner(engine.lm, [], 1, engine.rows, batch)()

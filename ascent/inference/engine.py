@@ -54,8 +54,8 @@ class LocalEngine(RolloutEngine):
         self.sampling_params, self.stop_strings = support or SamplingParams(), stops
         self.rows, self.cache_tokens, self.max_sampled_tokens = rows or ROWS.get(lm.device.type, 64), room, most
         self.version = -1
-        self.runner: Callable[..., Any] = PagedRunner if lm.shares else EagerRunner
-        if lm.shares and lm.device.type == "cuda":
+        self.runner: Callable[..., Any] = PagedRunner if lm.can_share_prompts else EagerRunner
+        if lm.can_share_prompts and lm.device.type == "cuda":
             from ascent.inference.runners.cuda_graph import SLOW_RUNNER_NOTE, cuda_graph_runner
 
             graphs, why = cuda_graph_runner(lm)
@@ -63,7 +63,7 @@ class LocalEngine(RolloutEngine):
             self.runner = graphs or PagedRunner
         self.packed_model: PackedCpuModel | None = None
         """A faster implementation of the model on a CPU."""
-        if lm.shares and lm.device.type == "cpu":
+        if lm.can_share_prompts and lm.device.type == "cpu":
             self.packed_model = build_packed_cpu_model(lm)
             if self.packed_model is not None:
                 self.runner = partial(PagedRunner, net=self.packed_model)
@@ -79,7 +79,7 @@ class LocalEngine(RolloutEngine):
         """Which state of the parameters was laid out for decoding, and its matrices."""
 
     def load(self, params: dict[str, Tensor], version: int) -> None:
-        self.lm.take(params)
+        self.lm.load_params(params)
         self.version = version
 
     def generate(
@@ -98,7 +98,7 @@ class LocalEngine(RolloutEngine):
         own = self.length_limits(prompts, samples, limit)
         with self.prepared() as head, self._turns(prompts, samples, seeds, own, limit) as turns:
             how = (self.temperature, self.sampling_params, turns, self.stop_strings, own)
-            drawn = GenerationState(count, limit, self.lm.ends, head, seeds, *how)
+            drawn = GenerationState(count, limit, self.lm.stop_token_ids, head, seeds, *how)
             drawn.on_finished = self._hand_over([prompts], samples)
             self.runner(self.lm, _ids(prompts), samples, self.rows, drawn, self.cache_tokens)()
         self.latest_timeline = drawn.timeline
@@ -132,7 +132,11 @@ class LocalEngine(RolloutEngine):
 
     def _finished(self, step: int, deadline: float) -> Iterator[FinishedRollouts]:
         later = any(one.request.step != step or one.unfinished is not None for one in self.pending)
-        if later and self.lm.shares and all(one.request.prompts.start_episodes is None for one in self.pending):
+        if (
+            later
+            and self.lm.can_share_prompts
+            and all(one.request.prompts.start_episodes is None for one in self.pending)
+        ):
             self._go_on(step)
             mine = [one for one in self.pending if one.request.step == step]
             self.pending = tuple(one for one in self.pending if one.request.step != step)
@@ -167,7 +171,7 @@ class LocalEngine(RolloutEngine):
         wanted = torch.cat([torch.full((n,), one.request.step == step) for n, one in zip(rows, opened, strict=True)])
         with self.prepared() as head:
             how = (self.temperature, self.sampling_params, None, self.stop_strings, limits)
-            drawn = GenerationState(len(limits), self.limit, self.lm.ends, head, before["seed"], *how)
+            drawn = GenerationState(len(limits), self.limit, self.lm.stop_token_ids, head, before["seed"], *how)
             drawn.resume(before, before["going"], wanted)
             drawn.on_finished = self._hand_over([one.request.prompts for one in opened], samples)
             ids = [prompt for one in opened for prompt in _ids(one.request.prompts)]

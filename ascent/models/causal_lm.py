@@ -212,10 +212,11 @@ class CausalLM:
         if not self.engine_deadline > 0:
             raise ConfigError(f"--engine.deadline is {self.engine_deadline:g}: set a number of seconds above 0")
 
-    def load(self, seed: int = 0, exact: bool = False) -> LanguageModel:
+    def load(self, seed: int = 0, keep_full_precision: bool = False) -> LanguageModel:
         """Load the model and its tokenizer, with LoRA adapters (initialized from the seed) if they are set.
 
-        `exact`, for training: if parameters are rounded to a lower precision, keep the stored ones too.
+        With `keep_full_precision`, for training, parameters that loading rounds to a lower precision are also kept as
+        stored.
         """
         if not self.model:
             raise ConfigError("--model is missing: set the folder or the hub name of a causal language model")
@@ -225,14 +226,18 @@ class CausalLM:
             raise ConfigError("language models need transformers: pip install 'ascent-rl[lm]'") from None
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        model, tokenizer, device, dtype = self._given() if self.model in PYTHON_MODELS else self._read(exact)
+        model, tokenizer, device, dtype = (
+            self._given() if self.model in PYTHON_MODELS else self._read(keep_full_precision)
+        )
         model = model.requires_grad_(False)
         if self.last_layers:
             self._free_last(model)
         elif not self.lora:
             for part in (backbone_of(model), model.get_output_embeddings()):  # other parts do not process text
                 part.requires_grad_(True)
-        finer = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad and p.dtype != dtype}
+        full_precision_params = {
+            name: p.detach() for name, p in model.named_parameters() if p.requires_grad and p.dtype != dtype
+        }
         if self.bits:
             quantize_linears(model, backbone_of(model), device, dtype)
         for p in unquantized_parameters(model):  # not buffers: RoPE frequencies stay in float32
@@ -240,11 +245,11 @@ class CausalLM:
         model = model.to(device)  # the full-precision copies stay on the CPU
         set_mixed_precision(model, self.dtype == "mixed")
         lm = LanguageModel(model, tokenizer, self._adapt(model, seed) if self.lora else None)
-        lm.exact = finer if exact else {}
+        lm.full_precision_params = full_precision_params if keep_full_precision else {}
         if self.gpu_memory and device.type == "cuda":
-            lm.limit = self.gpu_memory * 2**30
+            lm.gpu_memory_limit = self.gpu_memory * 2**30
             there = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, lm.limit / there), device.index)
+            torch.cuda.set_per_process_memory_fraction(min(1.0, lm.gpu_memory_limit / there), device.index)
         return lm
 
     def _given(self) -> tuple[Any, Any, torch.device, torch.dtype]:
@@ -253,7 +258,7 @@ class CausalLM:
         device = model.device if self.device == "auto" else pick_device(self.device)
         return model, tokenizer, device, model.dtype if self.dtype == "auto" else self.dtype_on(device)
 
-    def _read(self, exact: bool) -> tuple[Any, Any, torch.device, torch.dtype]:
+    def _read(self, keep_full_precision: bool) -> tuple[Any, Any, torch.device, torch.dtype]:
         """Load the model from its folder or from the hub."""
         import transformers
 
@@ -266,7 +271,7 @@ class CausalLM:
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(self.model, trust_remote_code=False)
             dtype = self.dtype_on(device)
-            as_stored = self.bits or (exact and dtype in (torch.bfloat16, torch.float16))
+            as_stored = self.bits or (keep_full_precision and dtype in (torch.bfloat16, torch.float16))
             stored = "auto" if as_stored else dtype  # quantize the stored weights, whatever the compute dtype
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 self.model, dtype=stored, trust_remote_code=False
@@ -459,19 +464,20 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.model, self.tokenizer = model.eval(), tokenizer  # permanently: training mode would enable dropout
         self._adapted = (adapted,)  # peft's wrapper, for saving; in a tuple, so that it is not a submodule
-        own, ends = tokenizer.eos_token_id, model.generation_config.eos_token_id
-        self.ends = frozenset(e for e in [*(ends if isinstance(ends, list) else [ends]), own] if e is not None)
-        if not self.ends:
+        eos, stops = tokenizer.eos_token_id, model.generation_config.eos_token_id
+        stops = [*(stops if isinstance(stops, list) else [stops]), eos]
+        self.stop_token_ids = frozenset(token for token in stops if token is not None)
+        if not self.stop_token_ids:
             raise ConfigError("the model has no end-of-sequence token, so no response could end")
-        self.end: int = min(self.ends) if own is None else own
-        self.vocab: int = model.get_output_embeddings().weight.shape[0]
-        self.exact: dict[str, Tensor] = {}
+        self.eos_token_id: int = min(self.stop_token_ids) if eos is None else eos
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.full_precision_params: dict[str, Tensor] = {}
         """Trained parameters in their stored precision, where loading rounded them: training starts from these."""
-        self.limit = math.inf
+        self.gpu_memory_limit = math.inf
         """Bytes of GPU memory that may be used."""
-        self.shares = True
+        self.can_share_prompts = True
         """Whether a group's prompt can be encoded once; checked by the learner."""
-        self.fuses = True
+        self.can_fuse_layers = True
         """Whether the learner may fuse layers; checked on the whole model (model_verification.py)."""
         self._own: dict[str, Tensor] | None = None
         """The last dict of parameters that consists of the model's own tensors."""
@@ -483,7 +489,7 @@ class LanguageModel(nn.Module):
     @property
     def gpu_memory(self) -> float:
         """Bytes of GPU memory, or the limit that is set."""
-        return min(self.limit, torch.cuda.get_device_properties(self.device).total_memory)
+        return min(self.gpu_memory_limit, torch.cuda.get_device_properties(self.device).total_memory)
 
     @property
     def config(self) -> Any:
@@ -508,11 +514,14 @@ class LanguageModel(nn.Module):
         if self.tokenizer.chat_template is None:
             text = "\n\n".join(message["content"] for message in messages)
             ids = list(self.tokenizer(text)["input_ids"])
-            return ids[: len(ids) - max(0, self._ends_behind(ids) - self._ends_behind(self.tokenize(text)))]
+            return ids[
+                : len(ids)
+                - max(0, self._num_trailing_stop_tokens(ids) - self._num_trailing_stop_tokens(self.tokenize(text)))
+            ]
         return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
-    def _ends_behind(self, ids: list[int]) -> int:
-        return len(list(takewhile(self.ends.__contains__, reversed(ids))))
+    def _num_trailing_stop_tokens(self, ids: list[int]) -> int:
+        return len(list(takewhile(self.stop_token_ids.__contains__, reversed(ids))))
 
     def tokenize(self, text: str) -> list[int]:
         """Tokenize a text without adding special tokens."""
@@ -521,7 +530,7 @@ class LanguageModel(nn.Module):
     def tokenize_steps(self, steps: list[str], separator: str, ended: bool) -> list[list[int]]:
         """Tokenize each step separately, followed by the separator; the last one by the end token if `ended`."""
         pieces = [self.tokenize(step + separator) for step in steps[:-1]]
-        return [*pieces, [*self.tokenize(steps[-1]), *([self.end] if ended else [])]]
+        return [*pieces, [*self.tokenize(steps[-1]), *([self.eos_token_id] if ended else [])]]
 
     def decode(self, ids: list[int] | np.ndarray) -> str:
         # transformers inspects every element of a list, which takes longer than decoding; an array is faster
@@ -549,7 +558,7 @@ class LanguageModel(nn.Module):
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
-    def take(self, params: dict[str, Tensor]) -> None:
+    def load_params(self, params: dict[str, Tensor]) -> None:
         """Load these trained parameters; tensors that are already the model's own are not copied."""
         if params is self._own:
             return

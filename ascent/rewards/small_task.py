@@ -41,7 +41,7 @@ class BoundSmallTask(BoundBase):
 
     def __init__(self, task: Any, rewards: Mapping[str, Any] | None = None):
         self.task, self.rewards = task, rewards or {}
-        self.ends = frozenset({task.space.end} - {None})
+        self.stop_token_ids = frozenset({task.space.end} - {None})
         self.reward_parts = getattr(task, "rewards", ())
         """The parts of the reward that are measured apart, with their weights."""
         for source, model in self.rewards.items():
@@ -58,7 +58,7 @@ class BoundSmallTask(BoundBase):
         return " ".join(str(i) for i in self.record(ids))
 
     def record(self, ids: Sequence[int]) -> list[int]:
-        return [int(i) for i in ids if i not in self.ends]
+        return [int(i) for i in ids if i not in self.stop_token_ids]
 
     def piece(self, token: int) -> str:
         return str(token)
@@ -90,7 +90,7 @@ class BoundSmallTask(BoundBase):
 
     def cut_steps(self, ids: list[int], separator: str) -> tuple[list[Any], list[int]]:
         """Every token is a step."""
-        return [END_STEP if token in self.ends else token for token in ids], list(range(len(ids)))
+        return [END_STEP if token in self.stop_token_ids else token for token in ids], list(range(len(ids)))
 
 
 class SmallOfflineTask(BoundSmallTask):

@@ -38,10 +38,10 @@ _ROUNDS = 64
 class Encoder(Protocol):
     """Words into tokens and back, as a policy understands them."""
 
-    vocab: int
-    end: int
+    vocab_size: int
+    eos_token_id: int
     """The end token."""
-    ends: frozenset[int]
+    stop_token_ids: frozenset[int]
     """Every token that ends a response, the end token among them."""
 
     def encode(self, messages: list[Message]) -> list[int]:
@@ -70,8 +70,8 @@ class TokenizedTask(BoundBase):
 
     def __init__(self, task: TextTask, encoder: Encoder, graders: Mapping[str, Any] | None = None):
         self.task, self.encoder, self.graders = task, encoder, graders or {}
-        self.space = Space(task.max_prompt, encoder.vocab, task.room, encoder.end)
-        self.ends, self.piece = encoder.ends, encoder.piece
+        self.space = Space(task.max_prompt, encoder.vocab_size, task.room, encoder.eos_token_id)
+        self.stop_token_ids, self.piece = encoder.stop_token_ids, encoder.piece
         self.reward_parts = task.rewards
         """The parts of the reward that are measured apart, with their weights."""
         self.train = lru_cache(_REMEMBERED)(task.train)
@@ -257,7 +257,7 @@ class TokenizedTask(BoundBase):
                     ids = response[tokens].tolist()
                     if drawn:
                         steps, last = self.cut_steps(ids, model.separator)
-                        responses.append((before, steps, ids[-1] in self.ends))
+                        responses.append((before, steps, ids[-1] in self.stop_token_ids))
                         places.append((p, s, tokens[last]))
                         before = [*before, {"role": "assistant", "content": self.words(ids)}]
                     elif len(before) > len(chat):  # the rest of a prompt comes before the first turn
@@ -288,7 +288,7 @@ class TokenizedTask(BoundBase):
 
     def words(self, ids: list[int] | np.ndarray) -> str:
         """A response in words, without the token that ended it."""
-        return self.encoder.decode(ids[:-1] if len(ids) and int(ids[-1]) in self.ends else ids)
+        return self.encoder.decode(ids[:-1] if len(ids) and int(ids[-1]) in self.stop_token_ids else ids)
 
     record = words
 
@@ -319,7 +319,7 @@ class TokenizedTask(BoundBase):
 
     def cut_steps(self, ids: list[int], separator: str) -> tuple[list[str], list[int]]:
         """The token that ends a response has no words."""
-        ended = bool(ids) and ids[-1] in self.ends
+        ended = bool(ids) and ids[-1] in self.stop_token_ids
         pieces = [self.piece(token) for token in ids[: len(ids) - ended]]
         return split_steps([*pieces, *[""] * ended], separator)
 
@@ -360,7 +360,7 @@ class OfflineTextTask(TokenizedTask):
             responses = [problem.answer or "", problem.columns["rejected"]]
         if None in responses:
             raise ConfigError("--algorithm sft: the task knows no right response to learn from. Use ascent sft FILE")
-        return [[*self.encoder.tokenize(words), self.encoder.end] for words in responses]
+        return [[*self.encoder.tokenize(words), self.encoder.eos_token_id] for words in responses]
 
     def _steps(self, problem: Problem) -> list[list[int]]:
         """The tokens of each step and of the separator after it; the end token last. So each token knows its step."""

@@ -265,7 +265,9 @@ class AgentTask(ConversationTask):
 
 def bind_agents(task: Any, model: Any, bound: Any) -> Any:
     """Return a text task whose responses are sessions of agents. `bound`: the task bound to a language model."""
-    renderer = ChatRenderer(copy.deepcopy(model.tokenizer), model.ends)  # the decode thread uses model.tokenizer
+    renderer = ChatRenderer(
+        copy.deepcopy(model.tokenizer), model.stop_token_ids
+    )  # the decode thread uses model.tokenizer
 
     def find_problem(prompts: Any, index: int) -> Problem:
         return bound.problem(int(prompts.problem[index]))
@@ -288,7 +290,7 @@ def bind_agents(task: Any, model: Any, bound: Any) -> Any:
         bound.messages,
         renderer,
         settings,
-        model.vocab,
+        model.vocab_size,
         seconds=task.agent_seconds,
         max_running=task.turn_workers,
     )

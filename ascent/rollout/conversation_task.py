@@ -132,11 +132,11 @@ def bind_text_environment(task: Any, model: Any, bind: Callable[[Any], Any]) -> 
     limits = Limits(task.turn_seconds, task.reward_memory, task.reward_env)
     if task.tools:
         functions = [load_tool(source) for source in task.tools]
-        chat = ToolChat(model.tokenizer, schemas_of(functions), model.ends)
+        chat = ToolChat(model.tokenizer, schemas_of(functions), model.stop_token_ids)
         bound, template = bind(PromptEncoder(model, chat.render_prompt)), chat.template
         source = make_tools_source(task.tools, functions, chat, task.tool_sandbox)
     else:
-        bound, template = bind(model), ChatTemplate(model.tokenizer, (), model.ends)
+        bound, template = bind(model), ChatTemplate(model.tokenizer, (), model.stop_token_ids)
         source = make_environment_source(task.environment)
 
     def find_problem(prompts: Any, index: int) -> Problem:
@@ -153,7 +153,7 @@ def bind_text_environment(task: Any, model: Any, bind: Callable[[Any], Any]) -> 
         render_observation=lambda step, turn, history: template.render_observation(turn, step.observation, history),
         messages=make_messages,
         turn_tokens=task.turn_tokens,
-        stop_ids=model.ends,
+        stop_ids=model.stop_token_ids,
         max_turns=task.max_turns,
         has_step_rewards=not task.tools,
     )

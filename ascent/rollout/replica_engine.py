@@ -64,7 +64,7 @@ class ReplicaEngine(DelegatingEngine):
         self.inner.load(params, version)
         self.version = version
         lm = self.local_engine.lm
-        probe_response = self.local_engine.generate_from_seeds(make_probe_prompts(lm.vocab), 1, None, PROBE_TOKENS)
+        probe_response = self.local_engine.generate_from_seeds(make_probe_prompts(lm.vocab_size), 1, None, PROBE_TOKENS)
         self.dispatcher.load(version, self.replicas.put(lm.trained()), probe_response, self._idle_seconds)
         self._idle_seconds = 0.0
 

@@ -214,7 +214,7 @@ class ShardedLearner(LanguageLearner):
                 "--policy.dtype float16 with shards: its gradients are not scaled. Set float32 or bfloat16"
             )
         on = choice is not None and choice.enabled
-        if whole.device.type == "cuda" and whole.fuses:
+        if whole.device.type == "cuda" and whole.can_fuse_layers:
             fuse_layers(whole.model)
         critic, step = (ShardedCritic(whole, choice.shared, ranks.world_size), choice.update) if on else (None, None)
         forward = shard_model(whole, ranks.world_size)
@@ -407,7 +407,7 @@ class HollowModel:
     """Copies a model to be sharded layer by layer, so that memory never holds two whole copies."""
 
     def __init__(self, whole: LanguageModel):
-        self.stored, self.device = whole.exact, whole.device
+        self.stored, self.device = whole.full_precision_params, whole.device
         self.adapted = any(LORA_PREFIX in name for name in whole.trained())
         self.names = {id(p): name for name, p in whole.model.named_parameters()}
         self.own: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -484,6 +484,6 @@ def shard_model(whole: LanguageModel, size: int) -> Any:
     lm = source.hollow(whole, tokenizer=whole.tokenizer)
     forward, layers = ShardedForward(lm), checkpointable_layers(lm.backbone)
     shard_layers(forward, layers, source, whole.model.dtype, size)
-    whole.exact = {}
+    whole.full_precision_params = {}
     forward.own = lm.trained()
     return forward

@@ -97,7 +97,7 @@ class LanguageCritic(nn.Module):
     def attention(self) -> AbstractContextManager[None]:
         """Enable packed attention in its layers."""
         lm = self._lm[0]
-        return packed_attention_enabled(lm.model if self.own is None else self.own, lm.shares)
+        return packed_attention_enabled(lm.model if self.own is None else self.own, lm.can_share_prompts)
 
     def forward(self, batch: Rollouts) -> Float[Tensor, "prompt sample state"]:
         """Return V before every action and after the last token of each response; 0 at other states."""
@@ -139,7 +139,7 @@ class LanguageLearner(InProcessLearner):
         """The model with whole parameters; the trained one may be sharded."""
         self._params, self._forward = lm.trained(), ForwardModule(lm)
         self._working = list(self._params.values())
-        stored, lm.exact = lm.exact, {}
+        stored, lm.full_precision_params = lm.full_precision_params, {}
         self._rounds = any(map(is_half, self._working))
         """Do the parameters have float32 master weights?"""
         self._trainable = float32_copies(stored, self._params) if self._rounds and rounding is None else self._working
@@ -165,7 +165,7 @@ class LanguageLearner(InProcessLearner):
             raise ConfigError(
                 f"--policy.checkpointing: {type(lm.model).__name__} has no layers to compute again; unset it"
             )
-        fits = lm.fuses and (lm.device.type == "cuda" or lm.model.dtype == torch.float32)
+        fits = lm.can_fuse_layers and (lm.device.type == "cuda" or lm.model.dtype == torch.float32)
         if fits and self.computes_alone and not update.full_batch:  # Fisher products differentiate twice
             fuse_layers(lm.model)
             if critic is not None and critic.own is not None:
@@ -184,7 +184,7 @@ class LanguageLearner(InProcessLearner):
         ):  # in shards a layer is gathered as it works; graphs sum floats
             return None
         flash = varlen_kernel(lm.model.get_input_embeddings().weight.new_empty(0, head_dim_of(lm))) is FlashVarlen
-        if not (self.captures and flash and lm.shares) or self.checkpointing:
+        if not (self.captures and flash and lm.can_share_prompts) or self.checkpointing:
             return None
         tokens = captured_tokens(int(lm.gpu_memory), stepped, bytes_per_token(lm, False))
         return CapturedBackbone(
@@ -213,12 +213,12 @@ class LanguageLearner(InProcessLearner):
 
     def split(self, batch: Batch) -> Iterator[Batch]:
         plan = self.plan
-        parts = split_batch(batch, plan.tokens, self.lm.shares, plan.repeat, plan.padded)
+        parts = split_batch(batch, plan.tokens, self.lm.can_share_prompts, plan.repeat, plan.padded)
         return (to_device(part, self.lm.device) for part in parts)
 
     def _needs_recompute(self, micro: Batch) -> bool:
         """Return whether a micro-batch that cannot be split further needs activation checkpointing."""
-        return self.plan.needs_recompute(computed_tokens(micro, self.lm.shares))
+        return self.plan.needs_recompute(computed_tokens(micro, self.lm.can_share_prompts))
 
     def begin(self, rollouts: Rollouts) -> None:
         """Run the forward pass of an update before the rewards are known, if it is captured.
@@ -358,7 +358,7 @@ class LanguageLearner(InProcessLearner):
         return total
 
     def _attention(self) -> AbstractContextManager[None]:
-        return packed_attention_enabled(self.lm.model, self.lm.shares)
+        return packed_attention_enabled(self.lm.model, self.lm.can_share_prompts)
 
     # ---- the reference, and what a checkpoint holds ---------------------------------------------
 
@@ -467,7 +467,9 @@ def float32_copies(stored: dict[str, Tensor], params: dict[str, Tensor]) -> list
 def stored_precision(lm: LanguageModel, body: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the stored values of the parameters that the model has rounded, for a copy of the backbone."""
     names = {id(p): name for name, p in lm.model.named_parameters()}
-    pairs = ((own, lm.exact.get(names[id(p)])) for own, p in lm.backbone.named_parameters() if own in body)
+    pairs = (
+        (own, lm.full_precision_params.get(names[id(p)])) for own, p in lm.backbone.named_parameters() if own in body
+    )
     return {own: exact.clone() for own, exact in pairs if exact is not None}
 
 

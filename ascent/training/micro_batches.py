@@ -73,9 +73,9 @@ def plan_micro_batches(
     every, again = (bytes_per_token(lm, flag) for flag in (False, True))
     own = again if checkpointing else every
     flash = varlen_kernel(lm.model.get_output_embeddings().weight.new_empty(0, head_dim_of(lm))) is not None
-    repeat = repeat_bytes(lm, flash) / own if lm.shares else 0.0
+    repeat = repeat_bytes(lm, flash) / own if lm.can_share_prompts else 0.0
     return MicroBatchPlan(
-        max(1, int(free / own)), repeat, lm.shares and not flash, 0 if checkpointing else int(free / again)
+        max(1, int(free / own)), repeat, lm.can_share_prompts and not flash, 0 if checkpointing else int(free / again)
     )
 
 
@@ -139,12 +139,12 @@ def _saved_bytes(lm: LanguageModel, tokens: int) -> int:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # the tensor itself would form a reference cycle with its graph
 
-    ids = torch.arange(tokens + 1) % lm.vocab
+    ids = torch.arange(tokens + 1) % lm.vocab_size
     mask = torch.ones(1, 1, tokens, dtype=torch.bool)
     batch = Rollouts(ids[None, :1], ids[None, None, 1:], mask, torch.zeros(mask.shape), tokens, mask.any(-1))
     with (
         torch.enable_grad(),
-        packed_attention_enabled(lm.model, lm.shares),
+        packed_attention_enabled(lm.model, lm.can_share_prompts),
         saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
         hidden = hidden_states(lm, batch)
@@ -206,7 +206,7 @@ def update_operations(lm: LanguageModel, prompts: Sequence[int], responses: Sequ
     head = lm.model.get_output_embeddings().weight.numel()
     embedding = lm.model.get_input_embeddings().weight
     blocks = parameter_count(lm.backbone) - embedding.numel()
-    repeats = [1 if lm.shares else max(1, len(own)) for own in responses]
+    repeats = [1 if lm.can_share_prompts else max(1, len(own)) for own in responses]
     tokens = sum(n * r + sum(own) for n, r, own in zip(prompts, repeats, responses, strict=True))
     pairs = sum(
         r * n * (n + 1) // 2 + sum(m * n + m * (m + 1) // 2 for m in own)

@@ -145,7 +145,7 @@ def hidden_states(
 ) -> Float[Tensor, "asked width"]:  # fmt: skip
     """Return the last hidden states at these states (by default before actions), of the model or another backbone."""
     states = action_states(batch) if states is None else states
-    if lm.shares:
+    if lm.can_share_prompts:
         return packed_hidden_states(lm, host_batch(batch), states, backbone or lm.backbone, captured)
     return padded_hidden_states(lm, host_batch(batch), states, backbone or lm.backbone)
 

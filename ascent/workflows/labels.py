@@ -328,7 +328,9 @@ class StepLabeler:
             steps, ends = self.task.cut_steps(ids, self.separator)
             if steps and "" not in steps:
                 row = {"prompt": self.task.question(drawn, i).prompt, "steps": steps}
-                cut = bool(self.task.ends) and ids[-1] not in self.task.ends  # a stop string leaves no end token either
+                cut = (
+                    bool(self.task.stop_token_ids) and ids[-1] not in self.task.stop_token_ids
+                )  # a stop string leaves no end token either
                 row |= {"cut": cut, "labels": [float(batch.reward[i, s].sum())]}
                 rows.append(row | {"rollouts": self.count})
                 prefixes += [ids[: end + 1] for end in ends[:-1]]
@@ -349,7 +351,7 @@ class StepLabeler:
 
     def continued(self, prompts: Prompts, prefixes: list[list[int]]) -> Rollouts:
         """Return `count` continuations of every prefix as complete responses, up to the end token."""
-        loaded, ends = self.loaded, self.task.ends
+        loaded, ends = self.loaded, self.task.stop_token_ids
         groups = loaded.backend.continue_responses(
             loaded.config, loaded.policy, prompts, prefixes, self.count, self.sampler
         )

@@ -84,8 +84,8 @@ class PolicyServer:
             min_temperature=0.0 if adapter is None else adapter.min_temperature,
             no_logprobs_reason="" if adapter is None else f"with --engine {adapter.name} {adapter.truncation_note}",
         )
-        renderer = ChatRenderer(copy.deepcopy(lm.tokenizer), lm.ends)  # the decode thread uses lm.tokenizer
-        self.endpoint = Endpoint(self.queue, renderer, settings, lm.vocab, name, self.key)
+        renderer = ChatRenderer(copy.deepcopy(lm.tokenizer), lm.stop_token_ids)  # the decode thread uses lm.tokenizer
+        self.endpoint = Endpoint(self.queue, renderer, settings, lm.vocab_size, name, self.key)
         how = (serving.host, serving.port, serving.certificate, serving.private_key)
         self.server = ServerThread(self.endpoint, *how)
         scheme = "https" if serving.certificate else "http"

@@ -62,7 +62,7 @@ class Ours(NoRecords):
         self.parts = assemble(configure(FixedPrompts(words=tuple(work.prompts)), settings), ranks=ranks)
         if ranks is not SINGLE_PROCESS:
             wrap_for_ranks(self.parts, ranks)
-        self.parts.policy.ends = NEVER  # type: ignore[union-attr]
+        self.parts.policy.stop_token_ids = NEVER  # type: ignore[union-attr]
         self.done = 0
 
     def __call__(self) -> Answer:

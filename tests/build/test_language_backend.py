@@ -204,7 +204,7 @@ def test_a_model_whose_prompts_cannot_be_shared_says_so_if_that_was_asked_for(sh
     folder = write_tiny(tmp_path / "capped", kind="Gemma2", sliding_window=16, attn_logit_softcapping=5.0)
     config = config_of(model=str(folder), max_prompt=24, max_tokens=8, **{"policy.share-prompts": share})
     lm, notes = LanguageBackend().model(config, Streams(0), None)
-    assert not lm.shares
+    assert not lm.can_share_prompts
     assert len(notes) == share
     for note in notes:
         assert note.startswith(

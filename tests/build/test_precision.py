@@ -67,8 +67,8 @@ def test_neither_several_ranks_nor_a_cpu_take_it(tiny_folder: Path, monkeypatch:
 
 def test_the_largest_activation_is_at_least_that_of_any_layer() -> None:
     lm = model_of(dtype=torch.float32)
-    ids = torch.randint(lm.vocab, precision.PROBE, generator=torch.Generator().manual_seed(0))
-    ids[0, 0] = lm.end
+    ids = torch.randint(lm.vocab_size, precision.PROBE, generator=torch.Generator().manual_seed(0))
+    ids[0, 0] = lm.eos_token_id
     with torch.no_grad():
         states = lm.model(input_ids=ids, output_hidden_states=True).hidden_states
     found = largest_activation(lm)

@@ -51,7 +51,7 @@ def ready(decoder: str, **more: Any) -> LocalEngine:
         assert made is not None, why
         sampler.runner = made
     elif decoder == "waves":
-        lm.shares = False
+        lm.can_share_prompts = False
     assert sampler.runner is not EagerRunner and (decoder != "card" or sampler.runner is not PagedRunner)
     sampler.version = 5
     return sampler

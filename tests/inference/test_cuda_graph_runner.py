@@ -107,10 +107,10 @@ def test_one_decoder_serves_calls_of_any_size() -> None:
     """Longer, shorter, with other ends and temperatures: buffers grow, and nothing of the call before is left."""
     lm = model_of()
     decoder = decoder_of(lm)
-    ends = lm.ends
+    ends = lm.stop_token_ids
     for more in ({"limit": 3}, {"limit": 20, "rows": 3}, {"limit": 9, "temperature": 0.5}, {"limit": 4, "top_k": 2}):
         same(drawn_by(decoder, lm, **more), drawn_by(PagedRunner, lm, **more))
-        lm.ends = frozenset({7, 8}) if lm.ends == ends else ends
+        lm.stop_token_ids = frozenset({7, 8}) if lm.stop_token_ids == ends else ends
     assert cuda_graph_runner(lm)[0] is decoder
 
 
@@ -689,11 +689,11 @@ def test_a_model_with_more_end_tokens_than_a_board_holds_decodes_without_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lm = model_of(dtype=torch.float32)
-    lm.ends = frozenset(range(decode_state.MAX_STOP_TOKENS))
+    lm.stop_token_ids = frozenset(range(decode_state.MAX_STOP_TOKENS))
     decoder_of(lm)
     del lm.cuda_graph_runner
     monkeypatch.setattr(type(lm), "device", torch.device("cuda"))
-    lm.ends = frozenset(range(decode_state.MAX_STOP_TOKENS + 1))
+    lm.stop_token_ids = frozenset(range(decode_state.MAX_STOP_TOKENS + 1))
     why = f"it has {decode_state.MAX_STOP_TOKENS + 1} end tokens, and there is room for {decode_state.MAX_STOP_TOKENS}"
     assert cuda_graph_runner(lm) == (None, why)
     sampler = sampler_of(lm)

@@ -164,13 +164,13 @@ def test_what_is_open_survives_a_checkpoint_to_the_bit(decoder: Any) -> None:
     """Saved after the second step and restored into a new sampler: the rest is the same, tokens and log-probs."""
     whole, versions = drive(sampler_for(decoder), 2, moving=True)
     sampler, at = sampler_for(decoder), 2
-    sampler.lm.shares = decoder is not EagerRunner
-    if not sampler.lm.shares:
+    sampler.lm.can_share_prompts = decoder is not EagerRunner
+    if not sampler.lm.can_share_prompts:
         plain = sampler_for(decoder)
-        plain.lm.shares = False
+        plain.lm.can_share_prompts = False
         whole, versions = drive(plain, 2, moving=True)
     first = sampler_for(decoder)
-    first.lm.shares = sampler.lm.shares
+    first.lm.can_share_prompts = sampler.lm.can_share_prompts
     stopped: list[Any] = []
 
     class Stop(Exception):

@@ -285,7 +285,7 @@ def observing(ends: tuple[int, ...]) -> Any:
 def plain_conversations() -> Rollouts:
     """What the plain cache draws, which knows no pages."""
     lm = model_of()
-    return draws(PlainDecoderWithSchedule, lm, observe=observing(lm.ends), limit=40, rows=64)[0]
+    return draws(PlainDecoderWithSchedule, lm, observe=observing(lm.stop_token_ids), limit=40, rows=64)[0]
 
 
 @pytest.mark.long
@@ -311,7 +311,7 @@ def test_rows_are_extended_evicted_and_come_back(
         monkeypatch.setattr(
             cuda_graph, "PREFILL_BREAK_EVEN_STEPS", prefill
         )  # observations are encoded at once, or fed step by step
-        got, (schedule,) = draws(decoder, lm, observe=observing(lm.ends), limit=40, rows=rows, room=room)
+        got, (schedule,) = draws(decoder, lm, observe=observing(lm.stop_token_ids), limit=40, rows=rows, room=room)
         assert (schedule.num_preemptions > 0) == (room > 0)
         assert schedule.block_manager.num_free == schedule.block_manager.num_blocks, "every page came back"
         same(got, want)
@@ -326,7 +326,7 @@ def test_captured_passes_encode_what_launched_ones_do(monkeypatch: pytest.Monkey
     monkeypatch.setattr(PrefillLayout, "fused", FlashFormulas)
     monkeypatch.setattr(cuda_graph, "PREFILL_BREAK_EVEN_STEPS", 0)
     for _ in range(2):
-        got, (schedule,) = draws("graphs", lm, observe=observing(lm.ends), limit=40, rows=5, room=48)
+        got, (schedule,) = draws("graphs", lm, observe=observing(lm.stop_token_ids), limit=40, rows=5, room=48)
         assert schedule.num_preemptions > 0
         same(got, want)
     passes: Any = lm.cuda_graph_runner.prefill_graphs
@@ -355,7 +355,7 @@ def test_who_answers_first_changes_nothing(
     for order, together, rows, room, prefill in cases:
         monkeypatch.setattr(cuda_graph, "STEPS_PER_LAUNCH", together)
         monkeypatch.setattr(cuda_graph, "PREFILL_BREAK_EVEN_STEPS", prefill)
-        observe = observing(lm.ends)
+        observe = observing(lm.stop_token_ids)
         got, (schedule,) = draws(decoder, lm, observe=observe, order=order, limit=40, rows=rows, room=room)
         evictions += schedule.num_preemptions
         assert schedule.block_manager.num_free == schedule.block_manager.num_blocks and not schedule.preempted_idle, (
@@ -402,7 +402,7 @@ def test_the_size_of_a_page_changes_nothing(kind: str, size: int, monkeypatch: p
 def test_a_row_extended_piece_by_piece_has_the_hidden_states_of_one_forward_pass() -> None:
     """A prompt, then three pieces of a text behind it, on scattered pages, beside another row."""
     lm = model_of()
-    ids = torch.randint(lm.vocab, (29,), generator=torch.Generator().manual_seed(0)).tolist()
+    ids = torch.randint(lm.vocab_size, (29,), generator=torch.Generator().manual_seed(0)).tolist()
     want = lm.backbone(torch.tensor([ids])).last_hidden_state[0]
     cache = PagedKVCache(12, 4)
     from ascent.models.packed_attention import packed_attention_enabled
@@ -426,7 +426,7 @@ def test_rows_of_the_same_lengths_are_extended_in_one_call(monkeypatch: pytest.M
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda q, *x, **how: calls.append(len(q)) or plain(q, *x, **how)
     )
-    ids = torch.randint(lm.vocab, (3, 11), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(lm.vocab_size, (3, 11), generator=torch.Generator().manual_seed(0))
     prompts, own = (
         [PrefillSegment([0, 1], 5), PrefillSegment([5, 4], 5), PrefillSegment([7, 6], 7)],
         [[2, 8], [3, 9], [10, 11]],
@@ -486,7 +486,7 @@ def test_a_board_that_has_all_the_room_there_is_stays(monkeypatch: pytest.Monkey
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     few = decoder._num_blocks(10**6, 3)
     assert 3 < few < 10**6 and decoder.memory_full
-    monkeypatch.setattr(lm, "limit", 5 * 10**5)
+    monkeypatch.setattr(lm, "gpu_memory_limit", 5 * 10**5)
     assert decoder._num_blocks(10**6, 3) == few // 2, "half of the card is another run's"
     monkeypatch.undo()
     monkeypatch.setattr(decoder, "on_gpu", False)

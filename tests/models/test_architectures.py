@@ -150,11 +150,11 @@ def test_a_reward_model_rates_texts_longer_than_its_own_training_had(monkeypatch
     config = configure("countdown", {"model": "tiny", "max_prompt": 8, "max_tokens": 4})
     model, prompt = LanguageRewardModel(lm, config, 8), list(range(4, 30))
     monkeypatch.setattr(lm, "encode", lambda _: prompt)
-    assert lm.shares
+    assert lm.can_share_prompts
     score = model(model._rollouts([[]], [[5, 6, 7]]))
     own = lm.backbone(input_ids=torch.tensor([[*prompt, 5, 6, 7]])).last_hidden_state[0, -1].sum().detach()
     assert abs(float(score) - float(own)) < 1e-3
-    assert not lm.shares
+    assert not lm.can_share_prompts
 
 
 @pytest.mark.parametrize("more", [{}, {"use_sliding_window": True, "max_window_layers": 3}])
@@ -255,7 +255,7 @@ def test_a_prompt_does_not_end_in_the_end_token_that_a_tokenizer_appends() -> No
     lm.tokenizer = tiny_tokenizer()
     lm.tokenizer.chat_template = None
     start, end = lm.tokenizer.bos_token_id, lm.tokenizer.eos_token_id
-    lm.ends = frozenset({end})
+    lm.stop_token_ids = frozenset({end})
     plain = lm.tokenize("2+2=")
     special = [(lm.tokenizer.bos_token, start), (lm.tokenizer.eos_token, end)]
     single = f"{lm.tokenizer.bos_token} $A {lm.tokenizer.eos_token}"

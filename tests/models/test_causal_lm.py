@@ -139,7 +139,7 @@ def test_end_tokens_are_those_of_the_model_and_of_the_tokenizer(
     model = model_of().model
     model.generation_config.eos_token_id = of_model
     lm = LanguageModel(model, SimpleNamespace(eos_token_id=of_tokenizer))
-    assert (lm.ends, lm.end) == (ends, end)
+    assert (lm.stop_token_ids, lm.eos_token_id) == (ends, end)
 
 
 def test_a_model_without_an_end_token_is_refused() -> None:

@@ -122,7 +122,7 @@ def test_what_differs_only_in_the_whole_model_is_not_fused() -> None:
 
 def test_a_plain_model_is_fused_and_says_so() -> None:
     lm = model_of(dtype=torch.float32)
-    assert prove(lm, 12, fused=True) is None and lm.fuses
+    assert prove(lm, 12, fused=True) is None and lm.can_fuse_layers
     assert "forward" in vars(lm.backbone.layers[0].mlp), "its own forward was replaced"
 
 

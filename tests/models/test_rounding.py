@@ -48,7 +48,7 @@ def rounded(name: str, kind: str = "Llama", **more: Any) -> LanguageModel:
 
 @torch.no_grad()
 def log_probs(lm: LanguageModel, batch: Any) -> Tensor:
-    with packed_attention_enabled(lm.model, lm.shares):
+    with packed_attention_enabled(lm.model, lm.can_share_prompts):
         return torch.log_softmax(LMHead.of(lm.model).logits(hidden_states(lm, batch)), -1)
 
 
@@ -121,7 +121,7 @@ def test_a_mixed_model_can_be_copied_and_be_plain_again() -> None:
 
 
 def test_mixed_is_chosen_by_a_setting(tiny_folder: Path) -> None:
-    lm = CausalLM(model=str(tiny_folder), dtype="mixed", device="cpu", lora=2).load(exact=True)
+    lm = CausalLM(model=str(tiny_folder), dtype="mixed", device="cpu", lora=2).load(keep_full_precision=True)
     assert is_mixed_precision(lm.model) and lm.model.dtype == torch.bfloat16
     assert prove(lm) is None
     assert cuda_graph_runner(lm)[0] is not None

@@ -344,7 +344,7 @@ def test_scores_are_those_of_the_plain_form_and_of_any_batch(scorer: Path) -> No
         for i, step in enumerate(steps):
             last = i + 1 == len(steps)
             ids = ids + lm.tokenizer(step + ("" if last else "\n"), add_special_tokens=False)["input_ids"]
-            ids = ids + [lm.end] * (last and ended)
+            ids = ids + [lm.eos_token_id] * (last and ended)
             with torch.no_grad():
                 hidden = lm.backbone(torch.tensor([ids])).last_hidden_state[0, -1]
                 assert float(head(hidden)) == pytest.approx(scores[i], abs=1e-4)
@@ -361,7 +361,7 @@ def test_a_process_reward_of_words_lies_on_the_last_tokens_of_steps(
     lm: Any = parts.policy
     problem = parts.task.problem(int(prompts.problem[0]))  # type: ignore[attr-defined]
     words = [["yes\nno", str(problem.answer)], ["no", "\n\nyes\n\nyes"]]
-    groups = [[[*lm.tokenize(w), lm.end] for w in g] for g in words]
+    groups = [[[*lm.tokenize(w), lm.eos_token_id] for w in g] for g in words]
     scores = parts.task.score(offline_rollouts(prompts, *pad_responses(groups), parts.task.space))
     parts.close()
     reward_of = scores.reward
@@ -413,7 +413,7 @@ def test_prefixes_of_words_are_continued_within_the_limit(tiny_folder: Path, tmp
     for i, head in enumerate(heads):
         assert (drawn.response[i, :, : len(head)] == torch.tensor(head)).all()
         assert (lengths[i] > len(head)).all()
-    ended = drawn.response.gather(-1, lengths.unsqueeze(-1) - 1).squeeze(-1) == loaded.policy.end  # type: ignore[union-attr]
+    ended = drawn.response.gather(-1, lengths.unsqueeze(-1) - 1).squeeze(-1) == loaded.policy.eos_token_id  # type: ignore[union-attr]
     assert torch.equal(drawn.truncated, ~ended)
     task.close()
 

@@ -236,7 +236,7 @@ def test_a_rating_is_the_head_on_the_last_hidden_state_of_the_plain_model(rated_
     rater = load_reward_model(rated_words)
     chat = [{"role": "user", "content": "2 + 3 ="}]
     lm = rater.model
-    ids = [*lm.encode(chat), *lm.tokenizer("5", add_special_tokens=False)["input_ids"], lm.end]
+    ids = [*lm.encode(chat), *lm.tokenizer("5", add_special_tokens=False)["input_ids"], lm.eos_token_id]
     with torch.no_grad():
         hidden = lm.model.model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1]
         plain = float(lm.model.rating(hidden))
@@ -270,7 +270,7 @@ def test_a_reward_model_is_mixed_with_a_check_by_weights(rated_words: Path, tiny
         assert f"model: {row['rewards/model']:.3f}" in row["reason"]
     spoken = responses[0]
     ids = spoken["response"]
-    end = rater.model.decode(ids[:-1] if ids[-1] in rater.model.ends else ids)
+    end = rater.model.decode(ids[:-1] if ids[-1] in rater.model.stop_token_ids else ids)
     prompt = next(r["prompt"] for r in rows if r["prompt"] in spoken["prompt_text"])
     assert spoken["rewards/model"] == pytest.approx(rater.rate([(prompt, end)])[0], abs=1e-3)
 

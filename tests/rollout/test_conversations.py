@@ -179,7 +179,7 @@ def test_truncated_turns_and_environment_seconds_are_measured(talk: Any, model: 
     for p in range(3):
         for s in range(4):
             turns = [batch.response[p, s][batch.mask[p, s] & (batch.turn[p, s] == k)] for k in range(3)]
-            cut = [k for k, turn in enumerate(turns) if len(turn) == 9 and int(turn[-1]) not in model.ends]
+            cut = [k for k, turn in enumerate(turns) if len(turn) == 9 and int(turn[-1]) not in model.stop_token_ids]
             assert measured["turns/cut"][p, s] == len(cut)
             noted = conversation({"reason": batch.notes[p, s], **row_of(batch, p, s)})
             assert [said.turn - 1 for said in noted if "cut off at 9 tokens" in said.note] == cut
@@ -335,7 +335,7 @@ def test_tool_calls_get_results_and_a_turn_without_a_call_ends_the_response(plac
         with closing(prompts.start_episodes(prompts, 3, [1, 2, 3])) as episodes:
             turns = ['<call>calculator {"expression": "12*12"}</call>', "<call>calculator {</call>", "144"]
             for response, words in enumerate(turns):
-                episodes.submit_turn(response, [*model.tokenize(words), model.end])
+                episodes.submit_turn(response, [*model.tokenize(words), model.eos_token_id])
             found: dict[int, Any] = {}
             while len(found) < 3:
                 found |= dict(episodes.poll(wait=True))

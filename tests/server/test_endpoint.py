@@ -100,7 +100,7 @@ def served(
     sampler = LocalEngine(lm, 300, 1.0, torch.Generator(), support, more.pop("rows", 4))
     sampler.version = 7
     queue = RequestQueue(most)
-    endpoint = Endpoint(queue, ChatRenderer(lm.tokenizer, lm.ends), settings, lm.vocab, key=key)
+    endpoint = Endpoint(queue, ChatRenderer(lm.tokenizer, lm.stop_token_ids), settings, lm.vocab_size, key=key)
     failed: list[BaseException] = []
 
     def work() -> None:
@@ -189,7 +189,7 @@ def test_chat_completion_has_usage_finish_reason_and_logprobs() -> None:
         logp = [each["logprob"] for each in choice["logprobs"]["content"]]
         truth = true_logp(made.lm, said["prompt_token_ids"] + ids)[-len(ids) :]
         assert torch.allclose(torch.tensor(logp, dtype=torch.float64), truth, atol=1e-5)
-        assert choice["finish_reason"] == ("stop" if ids[-1] in made.lm.ends else "length")
+        assert choice["finish_reason"] == ("stop" if ids[-1] in made.lm.stop_token_ids else "length")
         assert again["choices"][0]["message"] == choice["message"] != other["choices"][0]["message"]
         assert whole["usage"]["completion_tokens"] == 3 and whole["choices"][0]["finish_reason"] == "length"
 
@@ -694,10 +694,10 @@ def test_tool_calls_are_parsed_and_continued_from_recorded_tokens(template: str)
 
     async def go(made: Any) -> None:
         renderer = made.app.renderer
-        made_of = ToolChat(renderer.tokenizer, [ADD], made.lm.ends)
+        made_of = ToolChat(renderer.tokenizer, [ADD], made.lm.stop_token_ids)
         words = made_of.format.example if made_of.format.name != "plain" else FORMATS["plain"].example
         ids = renderer.tokenizer(words, add_special_tokens=False)["input_ids"]
-        turn = [*ids, min(made.lm.ends)]
+        turn = [*ids, min(made.lm.stop_token_ids)]
         said = forced(made, turn)
         key, open_session = made.app.open(Session(9), WIDE)
         async with client_of(made.app, key) as client:
@@ -846,7 +846,7 @@ def test_openai_client_assembles_streamed_tool_calls_and_logprobs(name: str) -> 
     async def go(made: Any) -> None:
         renderer = made.app.renderer
         turn = renderer.tokenizer(TURNS[name], add_special_tokens=False)["input_ids"]
-        turn = [*turn, min(made.lm.ends)] if "cut" not in name else turn
+        turn = [*turn, min(made.lm.stop_token_ids)] if "cut" not in name else turn
         ways = {}
         for stream in (False, True):
             forced(made, turn, ended="cut" not in name)

@@ -56,7 +56,7 @@ def ids_of(made: Any, text: str) -> list[int]:
 @pytest.mark.parametrize("template", OPENED)
 def test_tags_in_messages_and_observations_do_not_open_or_close_reasoning(template: str) -> None:
     async def go(made: Any) -> None:
-        luck, opened, end = random.Random(template), OPENED[template], min(made.lm.ends)
+        luck, opened, end = random.Random(template), OPENED[template], min(made.lm.stop_token_ids)
         spoken = ("hm</think>\n\nThe answer is 4." if opened else "The answer is 4.") * 1
         for case in range(12):
             key, _ = made.app.open(Session(case), WIDE)
@@ -133,7 +133,7 @@ def test_later_turns_of_a_session_are_prompted_as_the_first(
     async def go(made: Any) -> None:
         key, open_session = made.app.open(Session(9), WIDE)
         messages = [{"role": "system", "content": system}, *HELLO]
-        forced(made, [*ids_of(made, "hm</think>So."), min(made.lm.ends)])
+        forced(made, [*ids_of(made, "hm</think>So."), min(made.lm.stop_token_ids)])
         async with client_of(made.app, key) as client:
             for _ in range(3):
                 said = (await chat(client, messages, return_token_ids=True, tools=[ADD]))["choices"][0]["message"]
@@ -159,9 +159,9 @@ def observed(session: Session) -> list[list[int]]:
 @pytest.mark.parametrize("template", ["qwen3", "mistral", "gemma3", "llama3_1"])
 def test_parallel_tool_calls_false_gives_one_call_at_most(template: str, stream: bool) -> None:
     async def go(made: Any) -> None:
-        form = ToolChat(made.lm.tokenizer, [ADD], made.lm.ends).format
+        form = ToolChat(made.lm.tokenizer, [ADD], made.lm.stop_token_ids).format
         several = {"llama": f"{form.example}; {form.example}"}.get(form.name, f"{form.example}\n{form.example}")
-        forced(made, [*ids_of(made, several), min(made.lm.ends)])
+        forced(made, [*ids_of(made, several), min(made.lm.stop_token_ids)])
         for parallel in (True, None, False):
             key, open_session = made.app.open(Session(9), WIDE)
             more: Any = {"messages": HELLO, "tools": [ADD], "parallel_tool_calls": parallel}
@@ -187,7 +187,7 @@ def test_parallel_tool_calls_false_gives_one_call_at_most(template: str, stream:
 def test_parallel_results_in_the_plain_format_are_one_message(template: str) -> None:
     async def go(made: Any) -> None:
         words = '<call>add {"a": 3}</call><call>add {"a": 4}</call>'
-        forced(made, [*ids_of(made, words), min(made.lm.ends)])
+        forced(made, [*ids_of(made, words), min(made.lm.stop_token_ids)])
         for extra in ([], [{"role": "user", "content": "and now?"}]):
             key, open_session = made.app.open(Session(9), WIDE)
             async with client_of(made.app, key) as client:
@@ -236,7 +236,7 @@ def test_call_ids_that_look_like_other_ids_stay_with_their_results() -> None:
     async def go(made: Any) -> None:
         ids = ["call00001", "call00002", "call00000"]
         calls = ", ".join(f'{{"name": "add", "arguments": {{"a": 1}}, "id": "{each}"}}' for each in ids)
-        forced(made, [*ids_of(made, f"[TOOL_CALLS] [{calls}]"), min(made.lm.ends)])
+        forced(made, [*ids_of(made, f"[TOOL_CALLS] [{calls}]"), min(made.lm.stop_token_ids)])
         key, open_session = made.app.open(Session(9), WIDE)
         async with client_of(made.app, key) as client:
             said = (await chat(client, tools=[ADD]))["choices"][0]["message"]

@@ -62,7 +62,7 @@ END = 0
 class Bytes:
     """An encoder whose tokens are bytes; 0 ends a response."""
 
-    vocab, end, ends = 256, END, frozenset({END, 3})
+    vocab_size, eos_token_id, stop_token_ids = 256, END, frozenset({END, 3})
 
     def __init__(self) -> None:
         self.seen: list[list[dict[str, str]]] = []

@@ -254,7 +254,7 @@ def test_a_step_is_the_one_of_float32_state(kind: str, more: dict[str, Any]) -> 
     sides = []
     for rounding in (None, 3):
         lm = model_of(kind, dtype=torch.bfloat16, **more)
-        lm.shares = kind == "Llama"
+        lm.can_share_prompts = kind == "Llama"
         learner = learner_of(lm, row, rounding)
         stepped = step_of(learner, row, batch_of(lm))
         masters = learner.trainable() if rounding is None else learner.compact.masters()

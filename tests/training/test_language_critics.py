@@ -54,7 +54,7 @@ def test_the_packed_road_has_the_values_and_gradients_of_the_plain_one(
     for shares, fused, budget in ((False, None, 0), (True, None, 0), (True, FlashFormulas, 30)):
         monkeypatch.setattr(packing, "PackedLayout", lambda groups, fused=fused: PackedLayout(groups, fused=fused))
         lm = model_of(kind)
-        lm.shares = shares
+        lm.can_share_prompts = shares
         batch = awkward(lm)
         learner = learner_of(lm, shared, budget)
         ready = credited(batch.add(logp_old=batch.logp_sampler), PPO[shared], learner)
@@ -70,7 +70,7 @@ def test_the_packed_road_has_the_values_and_gradients_of_the_plain_one(
 @pytest.mark.parametrize("kind", ["GPT2", "OPT"])
 def test_a_shared_critic_of_a_model_off_the_fast_road(kind: str) -> None:
     lm = model_of(kind)
-    lm.shares = False
+    lm.can_share_prompts = False
     learner, batch = learner_of(lm, True), awkward(lm)
     ready = credited(batch.add(logp_old=batch.logp_sampler), PPO[True], learner)
     loss, gradients = trained(learner, ready, True)
@@ -94,7 +94,7 @@ def test_a_shared_critic_is_scored_in_the_pass_of_the_log_probs(monkeypatch: pyt
 def half(finer: bool = False) -> LanguageModel:
     """In bfloat16, with the parameters that were rounded if they are finer."""
     lm = model_of(dtype=torch.float32)
-    lm.exact = {name: p.detach().clone() for name, p in lm.trained().items()} if finer else {}
+    lm.full_precision_params = {name: p.detach().clone() for name, p in lm.trained().items()} if finer else {}
     lm.model.to(torch.bfloat16)
     return lm
 
@@ -108,7 +108,7 @@ def rounded(critic: LanguageCritic) -> bool:
 def test_a_critic_in_bfloat16_is_stepped_through_float32_copies(finer: bool) -> None:
     """A step below the rounding is not lost; the copies begin with what was stored, and are not the policy's own."""
     lm = half(finer)
-    stored = dict(lm.exact)
+    stored = dict(lm.full_precision_params)
     learner = learner_of(lm, False)
     critic: Any = learner.critic
     assert critic.head.weight.dtype == torch.float32 and {p.dtype for p in critic.working} == {torch.bfloat16}

@@ -45,9 +45,9 @@ def credited(batch: Batch, algorithm: Algorithm, learner: LanguageLearner) -> Ba
 @torch.no_grad()
 def plain_log_probs(lm: LanguageModel, batch: Batch) -> Tensor:
     """Whole distributions at the states before actions, by the plain form."""
-    lm.shares = False
+    lm.can_share_prompts = False
     logits = LMHead.of(lm.model).logits(hidden_states(lm, batch))
-    lm.shares = True
+    lm.can_share_prompts = True
     return torch.log_softmax(logits, -1)
 
 
@@ -59,20 +59,20 @@ def plain_log_probs(lm: LanguageModel, batch: Batch) -> Tensor:
 def test_an_architecture_shares_its_prompts(kind: str) -> None:
     lm = model_of(kind)
     assert prove(lm, 16) is None
-    assert lm.shares
+    assert lm.can_share_prompts
 
 
 def test_a_short_window_falls_back_and_says_so() -> None:
     lm = model_of("Mistral", sliding_window=16)
     assert prove(lm, 16) is None
     assert "sees 16 tokens" in str(prove(lm, 17))
-    assert not lm.shares
+    assert not lm.can_share_prompts
 
 
 def test_a_capped_attention_falls_back_and_says_so() -> None:
     lm = model_of("Gemma2", dtype=torch.float32)
     assert "cap" in str(prove(lm, 16))
-    assert not lm.shares
+    assert not lm.can_share_prompts
 
 
 def test_a_capped_head_is_known() -> None:
@@ -142,7 +142,7 @@ def test_shared_prompts_are_exact(kind: str) -> None:
     batch = awkward(lm)
     found = []
     for shares in (False, True):
-        lm.shares = shares
+        lm.can_share_prompts = shares
         lm.model.zero_grad()
         with packed_attention_enabled(lm.model, shares):
             hidden = hidden_states(lm, batch)
@@ -248,7 +248,7 @@ def test_log_probs_of_sampler_and_learner_agree(cut: dict[str, float]) -> None:
     """Over the full vocabulary, at the sampling temperature, whatever was cut from the support."""
     lm = model_of()
     batch = batch_of(lm, **cut)
-    lm.shares = "top_k" not in cut  # the plain form agrees too
+    lm.can_share_prompts = "top_k" not in cut  # the plain form agrees too
     scored = learner_of(lm, ALGORITHMS["reinforce"]).score(batch, frozenset({"logp_old"}))["logp_old"]
     assert (scored - batch.logp_sampler).abs().max() < 5e-6
     assert (batch.kept_mass is not None) == bool(set(cut) - {"temperature"})
@@ -337,7 +337,7 @@ def test_no_memory_knob_changes_a_gradient(algorithm: Algorithm) -> None:
     batch = awkward(lm)
     whole = None
     for budget, checkpointing, share in knobs:
-        lm.shares = share
+        lm.can_share_prompts = share
         learner = learner_of(lm, algorithm, budget, checkpointing=checkpointing)
         terms = learner.gradient(credited(batch, algorithm, learner), algorithm.objective)
         now = torch.cat([gradient_of(learner), terms.objective.view(1)])
@@ -440,7 +440,7 @@ def with_critic(lm: LanguageModel, algorithm: Algorithm, budget: int = 0) -> Lan
 def test_a_value_is_the_heads_on_the_state_before_a_token(shared: bool, share_prompts: bool) -> None:
     """At every state, the last one too, against the model itself on each sequence alone."""
     lm = model_of()
-    lm.shares = share_prompts
+    lm.can_share_prompts = share_prompts
     algorithm = replace(ALGORITHMS["ppo"], critic=SharedCritic() if shared else OwnCritic())
     learner, batch = with_critic(lm, algorithm), batch_of(lm)
     batch.mask[1, 2, 1:] = False
@@ -511,7 +511,7 @@ def test_a_micro_batch_counts_the_tokens_that_are_really_computed(share_prompts:
 
     for budget in (10_000, 150, 20):
         lm = model_of(num_hidden_layers=1)
-        lm.shares = share_prompts
+        lm.can_share_prompts = share_prompts
         batch = rewarded(sampler_of(lm, limit=6).generate(Prompts.of(prompts_of((40, 12, 60, 3))), 6))
         learner = with_critic(lm, algorithm, budget)
         for backbone in (lm.backbone, learner.critic.own):
@@ -589,7 +589,7 @@ def test_a_sampler_that_nobody_loads_sees_every_step() -> None:
 def test_a_share_without_rows_has_a_gradient_of_0(row: str, shares: bool) -> None:
     """As a rank has it that got no prompt: every sum is 0, and every parameter has a gradient."""
     lm, algorithm = model_of(), ALGORITHMS[row]
-    lm.shares = shares
+    lm.can_share_prompts = shares
     critic = LanguageCritic(lm, False) if algorithm.critic.enabled else None
     kept, update = algorithm.reference.enabled, algorithm.critic.update
     learner = LanguageLearner(lm, algorithm.update, kept, algorithm.outputs, critic=critic, critic_update=update)

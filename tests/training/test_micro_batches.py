@@ -107,7 +107,10 @@ def kept_by(lm: Any, batch: Batch) -> int:
         kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
-    with packed_attention_enabled(lm.model, lm.shares), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with (
+        packed_attention_enabled(lm.model, lm.can_share_prompts),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
+    ):
         hidden_states(lm, batch)
     return sum(t.untyped_storage().nbytes() for where, t in kept.items() if where not in mine)
 
@@ -241,9 +244,9 @@ def test_operations_are_those_that_torch_counts(kind: str) -> None:
 def test_a_shared_prompt_is_computed_once() -> None:
     lm = one_model("Llama")
     every, attention = update_operations(lm, [10], [[5, 5]])
-    lm.shares = False
+    lm.can_share_prompts = False
     try:
         plain = update_operations(lm, [10], [[5, 5]])
     finally:
-        lm.shares = True
+        lm.can_share_prompts = True
     assert plain[1] - attention == 12 * 3 * 4 * 8 * 55 and plain[0] > every

@@ -352,7 +352,7 @@ def language_logp(lm: Any, batch: Batch) -> Tensor:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_language_model_sees_observations_and_scores_actions(name: str, shares: bool) -> None:
     lm, batch = model_of(), language_batch(name)
-    lm.shares = shares
+    lm.can_share_prompts = shares
     learner = LanguageLearner(lm, ALGORITHMS["grpo"].update, True, frozenset())
     scores = learner.score(batch, frozenset({"logp_old", "logp_ref"}))
     want = language_logp(lm, batch).detach()
@@ -375,7 +375,7 @@ def test_a_language_model_sees_observations_and_scores_actions(name: str, shares
 def test_a_language_critics_values(name: str, shares: bool) -> None:
     """Before every action, and behind the last token."""
     lm, batch = model_of(), language_batch(name)
-    lm.shares = shares
+    lm.can_share_prompts = shares
     critic = LanguageCritic(lm, shared=False)
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
     learner = LanguageLearner(
@@ -398,7 +398,7 @@ def test_ratings_are_read_behind_the_last_token_and_behind_actions(name: str, sh
     batch = language_batch(name)
     for reads_steps in (False, True):
         lm = add_head(model_of(), bias=reads_steps)
-        lm.shares = shares
+        lm.can_share_prompts = shares
         head = getattr(lm.model, HEAD)
         torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))
         with packed_attention_enabled(lm.model) if shares else torch.no_grad():

@@ -36,7 +36,7 @@ class InAnyOrder(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["grpo", "dr-grpo", "gspo"])
 def test_an_update_of_a_language_model_adds_up_in_one_order(name: str, shares: bool) -> None:
     lm, algorithm = model_of(dtype=torch.float32), ALGORITHMS[name]
-    lm.shares = shares
+    lm.can_share_prompts = shares
     learner = learner_of(lm, algorithm)
     batch = credited(batch_of(lm), algorithm, learner)
     with InAnyOrder() as order:

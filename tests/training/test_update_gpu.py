@@ -226,7 +226,7 @@ def placed(batch: Batch) -> DeviceBatch:
 @pytest.mark.parametrize("shares", [True, False])
 def test_a_placed_batch_is_the_batch(shares: bool) -> None:
     lm = model_of()
-    lm.shares = shares
+    lm.can_share_prompts = shares
     algorithm = ALGORITHMS["grpo"]
     learner = learner_of(lm, algorithm)
     batch = credited(awkward(lm), algorithm, learner)
@@ -273,7 +273,7 @@ def test_gradients_of_micro_batches_are_summed_in_float32() -> None:
 def test_training_begins_from_the_parameters_as_they_were_stored(tiny_folder: Path) -> None:
     """Not from their rounded values, from which a small step would not move the model at all."""
     stored = CausalLM(str(tiny_folder), dtype="float32", device="cpu").load().trained()
-    lm = CausalLM(str(tiny_folder), dtype="bfloat16", device="cpu").load(exact=True)
+    lm = CausalLM(str(tiny_folder), dtype="bfloat16", device="cpu").load(keep_full_precision=True)
     learner = LanguageLearner(lm, ALGORITHMS["reinforce"].update, False, frozenset())
     rounded = 0.0
     for (name, p), wide in zip(lm.trained().items(), learner.trainable(), strict=True):
@@ -283,11 +283,11 @@ def test_training_begins_from_the_parameters_as_they_were_stored(tiny_folder: Pa
         rounded += float((wide != p.float()).float().mean())
     assert rounded > 0
     assert lm.model.model.rotary_emb.inv_freq.dtype == torch.float32, "positions are not rounded"
-    assert not lm.exact, "they are kept once"
+    assert not lm.full_precision_params, "they are kept once"
 
 
 def test_training_from_another_run_begins_from_that(tiny_folder: Path) -> None:
-    lm = CausalLM(str(tiny_folder), dtype="bfloat16", device="cpu").load(exact=True)
+    lm = CausalLM(str(tiny_folder), dtype="bfloat16", device="cpu").load(keep_full_precision=True)
     with torch.no_grad():
         for p in lm.trained().values():
             p.mul_(2)

@@ -215,7 +215,7 @@ def test_results_by_hand() -> None:
 
 def test_equal_answers_are_one_vote_however_they_are_spelled() -> None:
     class Silent:
-        vocab, end, ends = 1, 0, frozenset({0})
+        vocab_size, eos_token_id, stop_token_ids = 1, 0, frozenset({0})
 
         def encode(self, messages: list[dict[str, str]]) -> list[int]:
             return []
@@ -533,7 +533,7 @@ def test_an_exported_model_has_the_same_log_probs(
     assert isinstance(lm, LanguageModel)
     chat = [{"role": "user", "content": "Say one, two and three."}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    assert ids == lm.encode(chat) and tokenizer.eos_token_id == lm.end
+    assert ids == lm.encode(chat) and tokenizer.eos_token_id == lm.eos_token_id
     with torch.no_grad():
         now, then = (torch.log_softmax(m(torch.tensor([ids])).logits, -1) for m in (model, lm.model))
         base = AutoModelForCausalLM.from_pretrained(tiny_folder)

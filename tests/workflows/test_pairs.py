@@ -338,7 +338,7 @@ def test_the_ids_are_those_of_chosen_and_rejected(sums: Path, tiny_folder: Path)
     }
     assert ("2", "??") in said or ("two", "three") in said
     assert all(
-        int(r[m][-1]) == parts.policy.end
+        int(r[m][-1]) == parts.policy.eos_token_id
         for p in (0, 1)
         for r, m in zip(rollouts.response[:, p], rollouts.mask[:, p], strict=True)
     )

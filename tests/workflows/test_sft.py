@@ -56,7 +56,7 @@ def test_the_objective_is_the_mean_log_prob_of_the_demonstrated_tokens(demonstra
     total, count = 0.0, 0
     for row, response, mask in zip(prompt.prompt, rollouts.response[:, 0], rollouts.mask[:, 0], strict=True):
         ids, tokens = row[row >= 0], response[mask]
-        assert int(tokens[-1]) == lm.end
+        assert int(tokens[-1]) == lm.eos_token_id
         words = next(p.answer for p in config.task.table.train if lm.encode(config.task.messages(p)) == ids.tolist())
         assert lm.decode(tokens.tolist()).strip() in (words, "two")
         logits = lm.model(torch.cat([ids, tokens])[None]).logits[0, len(ids) - 1 : -1]

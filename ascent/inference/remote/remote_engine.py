@@ -129,7 +129,7 @@ class RemoteEngine(RolloutEngine):
         self._done: queue.SimpleQueue[tuple[InFlightRequest, Future[EngineResponse]]] = queue.SimpleQueue()
 
     def load(self, params: dict[str, Tensor], version: int) -> None:
-        self.lm.take(params)
+        self.lm.load_params(params)
         self.version = version
         if version >= self.first_version:
             self._send_weights()
@@ -228,7 +228,7 @@ class RemoteEngine(RolloutEngine):
         assert seeds is not None
         prompts, rollout = request.prompts, ActiveRollout(request, limit, seeds)
         self._active[request] = rollout
-        limits, stop_token_ids = self._max_sampled(prompts, limit), tuple(sorted(self.lm.ends))
+        limits, stop_token_ids = self._max_sampled(prompts, limit), tuple(sorted(self.lm.stop_token_ids))
         if prompts.start_episodes is not None:
             environment_seeds = list(range(seeds.numel())) if request.greedy else seeds.flatten().tolist()
             episodes = prompts.start_episodes(prompts, request.samples, environment_seeds)
@@ -360,7 +360,7 @@ class RemoteEngine(RolloutEngine):
         end = self.stops.end(response.tokens) if self.stops is not None else 0
         if end:
             return EngineResponse(response.tokens[:end], response.logp[:end], response.versions[:end], stopped=True)
-        return response._replace(stopped=response.tokens[-1] in self.lm.ends)
+        return response._replace(stopped=response.tokens[-1] in self.lm.stop_token_ids)
 
     def _recover(self, server: Server, sent: InFlightRequest, why: str) -> None:
         """Recover a lost server and send its requests again, to it or to others, with the same seeds."""

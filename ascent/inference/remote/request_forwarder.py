@@ -103,7 +103,7 @@ class RequestForwarder:
             max_tokens=request.max_tokens,
             temperature=0.0 if request.greedy else request.temperature,
             seed=(request.seed + TURN_SEED_INCREMENT * len(request.response)) % 2**62,
-            stop_token_ids=tuple(sorted(self.lm.ends)),
+            stop_token_ids=tuple(sorted(self.lm.stop_token_ids)),
             truncation=(0, 1.0, 0.0) if params is None else (params.top_k, params.top_p, params.min_p),
         )
         streams = request.stream or (self.for_clients and bool(request.stop))
@@ -165,14 +165,14 @@ class RequestForwarder:
         """Return a turn up to its end token, or up to the token that completes a stop string."""
         end = self._stops_of(request.stop).end(response.tokens) if request.stop else 0
         tokens, logp = response.tokens[: end or None], response.logp[: end or None]
-        finish_reason: FinishReason = "stop" if end or tokens[-1] in self.lm.ends else "length"
+        finish_reason: FinishReason = "stop" if end or tokens[-1] in self.lm.stop_token_ids else "length"
         return Completion(tokens, logp, [1.0] * len(tokens), finish_reason, self.version)
 
     def _stops_of(self, strings: tuple[str, ...]) -> StopStrings:
         if strings not in self._stops:
             if len(self._stops) >= MAX_CACHED_STOPS + self.queue.max_requests:  # more than active requests can use
                 self._stops.clear()
-            self._stops[strings] = StopStrings(strings, self.lm.tokenizer, self.lm.vocab)
+            self._stops[strings] = StopStrings(strings, self.lm.tokenizer, self.lm.vocab_size)
         return self._stops[strings]
 
     def _handle_failure(self, sent: ForwardedRequest, error: BaseException) -> None:

@@ -70,7 +70,7 @@ class ServerPool:
         """Called with messages about servers that start or are recovered."""
         self._key = ""
         model_config = lm.model.config.to_dict() | {"architectures": [type(lm.model).__name__]}
-        model_config["eos_token_id"] = sorted(lm.ends)
+        model_config["eos_token_id"] = sorted(lm.stop_token_ids)
         dtype = str(lm.model.dtype).removeprefix("torch.")
         length = max(max_model_len, self.probe.length)
         num_seqs = max_num_seqs + len(self.probe.prompts) + 1  # a probe runs beside all other responses

@@ -35,7 +35,7 @@ class WeightProbe:
         context = getattr(lm.config, "max_position_embeddings", None) or MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS
         self.response_tokens = min(MAX_RESPONSE_TOKENS, context // 4)
         prompt_tokens = min(MAX_PROMPT_TOKENS, context - self.response_tokens)
-        prompts = torch.randint(lm.vocab, (2, prompt_tokens), generator=torch.Generator().manual_seed(0))
+        prompts = torch.randint(lm.vocab_size, (2, prompt_tokens), generator=torch.Generator().manual_seed(0))
         self.prompts: list[list[int]] = prompts.tolist()
         self.gap = 0.0
         """Mean absolute difference of the log-probs after the latest load, in nats."""

@@ -74,8 +74,8 @@ def cuda_graph_runner(lm: LanguageModel) -> tuple[CudaGraphRunner | None, str | 
     """Return the runner of a model, which all its engines share; or None and the reason why it is not supported."""
     if hasattr(lm, "cuda_graph_runner"):
         return lm.cuda_graph_runner, None  # type: ignore[return-value]
-    if len(lm.ends) > MAX_STOP_TOKENS:
-        return None, f"it has {len(lm.ends)} end tokens, and there is room for {MAX_STOP_TOKENS}"
+    if len(lm.stop_token_ids) > MAX_STOP_TOKENS:
+        return None, f"it has {len(lm.stop_token_ids)} end tokens, and there is room for {MAX_STOP_TOKENS}"
     try:
         runner = CudaGraphRunner(lm)
         error, bound = runner.hidden_error(), MAX_HIDDEN_ERROR.get(lm.model.dtype, 1e-3)
@@ -156,7 +156,7 @@ class CudaGraphRunner:
             self.decode_state = None  # type: ignore[assignment]
             self.drop_graphs()
             available = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-            free = min(self.lm.limit, available) - torch.cuda.memory_allocated()
+            free = min(self.lm.gpu_memory_limit, available) - torch.cuda.memory_allocated()
             model = self.model
             head_bytes = BLOCK_SIZE * model.head_dim * model.embedding.element_size()
             block_bytes = 2 * len(model.layers) * model.num_kv_heads * head_bytes
@@ -240,7 +240,7 @@ class CudaGraphRunner:
     def hidden_error(self) -> float:
         """Return the maximum relative error of the hidden states on a few random tokens, against the model itself."""
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(self.lm.vocab, (2, 12), generator=generator)
+        ids = torch.randint(self.lm.vocab_size, (2, 12), generator=generator)
         before, own = -(-5 // BLOCK_SIZE), -(-8 // BLOCK_SIZE)
         pages = list(range(before + 2 * own))
         device = self.lm.device

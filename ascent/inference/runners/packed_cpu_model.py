@@ -303,7 +303,7 @@ def build_packed_cpu_model(lm: LanguageModel) -> PackedCpuModel | None:
 def gap(packed: PackedCpuModel) -> float:
     """Return the maximum relative error of the hidden states on a few random tokens, against the model itself."""
     lm = packed.lm
-    ids = torch.randint(lm.vocab, (1, 24), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(lm.vocab_size, (1, 24), generator=torch.Generator().manual_seed(0))
     positions, row = torch.arange(12).repeat(2)[None], PackedLayout([PackedGroup(0, 12, ()), PackedGroup(12, 12, ())])
     with randomized_adapters(lm.model), packed_attention_enabled(lm.model):
         packed.refresh(-1)

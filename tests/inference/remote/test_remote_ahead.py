@@ -81,7 +81,7 @@ def another(world: World, stack: ExitStack) -> RemoteEngine:
 def endless(stack: ExitStack, **more: Any) -> World:
     """Responses of just as many tokens as are allowed."""
     world = World(stack, **more)
-    world.lm.ends = frozenset({VOCAB})
+    world.lm.stop_token_ids = frozenset({VOCAB})
     world.load(0)
     return world
 
