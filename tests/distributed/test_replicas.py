@@ -260,7 +260,7 @@ def two_steps(crew: Any, hold: bool = False) -> tuple[list[Rollouts], ReplicaEng
         indices = torch.cat([one.prompt_indices for one in parts])
         assert sorted(indices.tolist()) == [0, 1, 2, 3, 4], "each group once"
         found.append(join([one.rollouts for one in parts]).select(indices.argsort()))
-        sampler.load({name: p + 0.1 for name, p in sampler.probe_engine.lm.trained().items()}, step + 2)
+        sampler.load({name: p + 0.1 for name, p in sampler.local_engine.lm.trained().items()}, step + 2)
         for name in list(crew.hanging):
             crew.restart(name)
     assert sampler.pending == ()
@@ -288,7 +288,7 @@ def test_a_sampler_that_joins_gets_weights_first_and_one_that_leaves_draws_nothi
     crew = Calls(1)
     one, sampler = drawn(crew)
     crew.there.append("sampler-1")
-    sampler.load(sampler.probe_engine.lm.trained(), 2)
+    sampler.load(sampler.local_engine.lm.trained(), 2)
     until_drawn = sampler.generate(FIVE, 3, seed=7)  # greeted by now
     two = sampler.generate(FIVE, 3, seed=7)
     assert set(crew.drawn["sampler-1"]) == {2} and sampler.dispatcher.num_chunks == 2
@@ -297,7 +297,7 @@ def test_a_sampler_that_joins_gets_weights_first_and_one_that_leaves_draws_nothi
     count = len(crew.drawn["sampler-0"])
     assert equal(sampler.generate(FIVE, 3, seed=7), two), "the cut stays, so the bits do"
     assert list(sampler.dispatcher.states) == ["sampler-1"] and len(crew.drawn["sampler-0"]) == count
-    sampler.load(sampler.probe_engine.lm.trained(), 3)
+    sampler.load(sampler.local_engine.lm.trained(), 3)
     assert equal(sampler.generate(FIVE, 3, seed=7), two) and "sampler-0" not in sampler.dispatcher.states
 
 
@@ -310,7 +310,7 @@ def test_records_say_who_drew_what_and_who_was_lost(tmp_path: Path, capsys: pyte
     for version in (2, 3):
         sampler.submit([RolloutRequest(version - 2, FIVE, 3, seed=7)])
         list(sampler.iter_finished(version - 2, 60))
-        sampler.load(sampler.probe_engine.lm.trained(), version)
+        sampler.load(sampler.local_engine.lm.trained(), version)
     sampler.close()
     learners, *rows = replicas_of(tmp_path)
     assert learners["version"] == 3 and 0 <= learners["idle"] <= 1

@@ -185,7 +185,7 @@ def test_replicas_that_are_sent_weights_draw_what_one_sampler_draws_and_others_g
     sampler = begun(crew)
     assert equal(sampler.generate(FIVE, 3, seed=7), alone())
     for version in (2, 3):
-        sampler.load(sampler.probe_engine.lm.trained(), version)
+        sampler.load(sampler.local_engine.lm.trained(), version)
         for _ in range(200 if version == 2 else 0):
             assert equal(sampler.generate(FIVE, 3, seed=7), alone())
             if ("sampler-1", "store") in crew.ways:
