@@ -79,8 +79,8 @@ def draw_from_rounded(on: bool) -> None:
     step = CudaGraphRunner.__dict__.get("exact_step", CudaGraphRunner.decode_step)
 
     def rounded(self: Any, rows: int, splits: int, support: Any, greedy: bool) -> None:
-        hidden, head = self.net.hidden(self.ops, self.board, self.tables, rows, splits), self.net.head
-        self.ops.sample_next_tokens(F.linear(hidden, head.weight, head.bias), self.board, support, greedy)
+        hidden, head = self.model.hidden(self.ops, self.decode_state, self.tables, rows, splits), self.model.head
+        self.ops.sample_next_tokens(F.linear(hidden, head.weight, head.bias), self.decode_state, support, greedy)
 
     CudaGraphRunner.exact_step = step  # type: ignore[attr-defined]
     CudaGraphRunner.decode_step = rounded if on else step  # type: ignore[method-assign]

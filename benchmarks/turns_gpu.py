@@ -27,7 +27,7 @@ import torch
 from ascent.build.model_verification import prove
 from ascent.core.types import Prompts
 from ascent.inference.engine import LocalEngine
-from ascent.inference.runners import cuda_graph
+from ascent.inference.runners import cuda_graph, decode_loop
 from ascent.rollout.conversations import TurnReply
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.rollouts_gpu import SHAPES, SMOKE, model_of, prompts_of
@@ -101,11 +101,11 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         )
 
     found = {"one_answer": timed(alone, prompts, samples, tokens, options.repeats), "at_once": episodes(0.0)}
-    chosen = cuda_graph.PREFILL_BREAK_EVEN_STEPS
+    chosen = decode_loop.PREFILL_BREAK_EVEN_STEPS
     for name, steps in (("encoded", 0), ("fed", 10**9)):
-        cuda_graph.PREFILL_BREAK_EVEN_STEPS = steps
+        decode_loop.PREFILL_BREAK_EVEN_STEPS = steps
         found[name] = episodes(0.0)
-    cuda_graph.PREFILL_BREAK_EVEN_STEPS = chosen
+    decode_loop.PREFILL_BREAK_EVEN_STEPS = chosen
     found |= {"one_episode": episodes(0.0, 1, 1), "late": episodes(seconds)}
     least = max(found["one_answer"], turns * seconds + found["one_episode"])
     return found | {"ratio": found["at_once"] / found["one_answer"], "waiting": found["late"] / least}

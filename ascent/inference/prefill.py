@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ascent.inference.kv_cache import PrefillLayout
+from ascent.inference.attention_layouts import PrefillLayout
 from ascent.models.decoder_model import DecoderModel, Layer, norm_heads
 from ascent.models.packed_attention import VarlenSegments
 from ascent.ops.cuda_graphs import GraphBackend, next_power_of_2, round_up_to_bucket

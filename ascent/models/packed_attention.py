@@ -5,7 +5,7 @@ forward pass, which defines what each token attends to:
 
     PackedLayout   one row of groups without padding, each [prompt, response 1, …, response G]; a response attends to
                    its prompt and causally to itself, never to the other responses of its group
-    kv_cache.py    the layouts of prefill and decoding
+    attention_layouts.py    the layouts of prefill and decoding
 
 The code is independent of the architecture: RoPE, norms, biases and grouped-query attention are computed by the model.
 Results equal those of separate sequences up to rounding.

@@ -50,7 +50,7 @@ RULES = (
     Rule(GPU, f"{OPS}/triton_matmul.py", "cublas_split_k"),
     Rule(GPU, f"{OPS}/triton_decoding.py", "*_product"),
     Rule(GPU, "ascent/ops/cuda_graphs.py"),
-    Rule(GPU, "ascent/inference/runners/cuda_graph.py", old=r"\bevent\.|on_card|\.stream\b"),
+    Rule(GPU, "ascent/inference/runners/decode_loop.py", old=r"\bevent\.|on_gpu"),
     Rule(GPU, line=r"get_device_capability|torch\.cuda\."),
     Rule(GPU, f"{OPS}/triton_matmul.py", line=r"^MEMORY = "),
     Rule(GPU, "ascent/training/language_learner.py", line=r"^    captures = "),

@@ -27,8 +27,9 @@ from ascent.inference.continuous_batching import (
 )
 from ascent.inference.engine import LocalEngine
 from ascent.inference.request_queue import Completion, CompletionDelta, QueueFullError, Request, RequestQueue
-from ascent.inference.runners import cuda_graph, paged
-from ascent.inference.runners.cuda_graph import DecodeLoop, cuda_graph_runner
+from ascent.inference.runners import cuda_graph, decode_loop, paged
+from ascent.inference.runners.cuda_graph import cuda_graph_runner
+from ascent.inference.runners.decode_loop import DecodeLoop
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
 from ascent.ops import decode_ops, decode_state
@@ -288,7 +289,7 @@ def test_a_conversation_continues_where_parked_ones_fill_the_cache(decoder: str)
 @pytest.mark.usefixtures("small_pages")
 def test_a_row_that_loses_its_pages_and_gets_others_at_once_is_encoded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two continue together: the older takes pages of the newer, for which fewer than it had are enough."""
-    monkeypatch.setattr(cuda_graph, "STEPS_PER_LAUNCH", 8)
+    monkeypatch.setattr(decode_loop, "STEPS_PER_LAUNCH", 8)
     prompt, seeds = [5, 6, 7], (0, 6)
 
     def drawn(room: int) -> list[Completion]:
@@ -424,12 +425,12 @@ def test_requests_that_follow_each_other_wait_for_those_behind_them_while_others
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = [10.0]
-    monkeypatch.setattr(cuda_graph.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(decode_loop.time, "perf_counter", lambda: clock[0])
     run = a_run()
     assert run._should_delay(2) and run._should_delay(1) and not run._should_delay(0)  # none came any more
-    for clock[0] in (20.0, 20.0 + cuda_graph.MAX_DELAY_SECONDS / 2):
+    for clock[0] in (20.0, 20.0 + decode_loop.MAX_DELAY_SECONDS / 2):
         assert run._should_delay(1)
-    clock[0] = 20.0 + cuda_graph.MAX_DELAY_SECONDS
+    clock[0] = 20.0 + decode_loop.MAX_DELAY_SECONDS
     assert not run._should_delay(1) and run._should_delay(1)  # nobody waits longer; the next ones begin anew
     assert not a_run(in_flight=None)._should_delay(1)  # nothing runs
     assert not a_run(generation=SimpleNamespace(accepts_requests=False))._should_delay(1)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Prompts, Rollouts
-from ascent.inference.runners import cuda_graph
+from ascent.inference.runners import cuda_graph, decode_loop
 from ascent.inference.runners.cuda_graph import CudaGraphRunner, cuda_graph_runner
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
@@ -91,7 +91,7 @@ def test_neither_rows_nor_rounds_change_a_response(rows: int, steps: int, monkey
     lm = model_of()
     want = drawn_by(PagedRunner, lm, rows=64)
     assert len(want.mask.sum(-1).unique()) > 3, "lengths have to differ for lanes to be given away"
-    monkeypatch.setattr(cuda_graph, "STEPS_PER_LAUNCH", steps)
+    monkeypatch.setattr(decode_loop, "STEPS_PER_LAUNCH", steps)
     same(drawn_by(decoder_of(lm), lm, rows=rows), want)
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from ascent.core.errors import ConfigError
 from ascent.core.types import Prompts, Rollouts
+from ascent.inference.attention_layouts import PrefillLayout, PrefillSegment, prefill_segments
 from ascent.inference.block_manager import BlockManager
-from ascent.inference.kv_cache import PrefillLayout, PrefillSegment, prefill_segments
-from ascent.inference.runners import cuda_graph, paged
+from ascent.inference.runners import cuda_graph, decode_loop, paged
 from ascent.inference.runners.cuda_graph import cuda_graph_runner
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
@@ -307,9 +307,9 @@ def test_rows_are_extended_evicted_and_come_back(
     want = plain_conversations()
     assert (want.present & ~want.mask).any()  # type: ignore[operator]
     for together, rows, room, prefill in cases:
-        monkeypatch.setattr(cuda_graph, "STEPS_PER_LAUNCH", together)
+        monkeypatch.setattr(decode_loop, "STEPS_PER_LAUNCH", together)
         monkeypatch.setattr(
-            cuda_graph, "PREFILL_BREAK_EVEN_STEPS", prefill
+            decode_loop, "PREFILL_BREAK_EVEN_STEPS", prefill
         )  # observations are encoded at once, or fed step by step
         got, (schedule,) = draws(decoder, lm, observe=observing(lm.stop_token_ids), limit=40, rows=rows, room=room)
         assert (schedule.num_preemptions > 0) == (room > 0)
@@ -324,7 +324,7 @@ def test_captured_passes_encode_what_launched_ones_do(monkeypatch: pytest.Monkey
     lm = model_of()
     want = plain_conversations()
     monkeypatch.setattr(PrefillLayout, "fused", FlashFormulas)
-    monkeypatch.setattr(cuda_graph, "PREFILL_BREAK_EVEN_STEPS", 0)
+    monkeypatch.setattr(decode_loop, "PREFILL_BREAK_EVEN_STEPS", 0)
     for _ in range(2):
         got, (schedule,) = draws("graphs", lm, observe=observing(lm.stop_token_ids), limit=40, rows=5, room=48)
         assert schedule.num_preemptions > 0
@@ -353,8 +353,8 @@ def test_who_answers_first_changes_nothing(
     want = plain_conversations()
     evictions = 0
     for order, together, rows, room, prefill in cases:
-        monkeypatch.setattr(cuda_graph, "STEPS_PER_LAUNCH", together)
-        monkeypatch.setattr(cuda_graph, "PREFILL_BREAK_EVEN_STEPS", prefill)
+        monkeypatch.setattr(decode_loop, "STEPS_PER_LAUNCH", together)
+        monkeypatch.setattr(decode_loop, "PREFILL_BREAK_EVEN_STEPS", prefill)
         observe = observing(lm.stop_token_ids)
         got, (schedule,) = draws(decoder, lm, observe=observe, order=order, limit=40, rows=rows, room=room)
         evictions += schedule.num_preemptions

@@ -21,7 +21,7 @@ from ascent.core.errors import ConfigError
 from ascent.core.groups import Overlong
 from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Prompts, Rollouts
-from ascent.inference.runners import cuda_graph
+from ascent.inference.runners import decode_loop
 from ascent.inference.runners.cuda_graph import cuda_graph_runner
 from ascent.inference.runners.eager import EagerRunner
 from ascent.inference.runners.paged import PagedRunner
@@ -189,7 +189,7 @@ def test_every_decoder_cuts_where_the_text_has_the_string(
     decoder: Any, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The responses are those without stop strings, up to the token that completes one; log-probs are as drawn."""
-    monkeypatch.setattr(cuda_graph, "STEPS_PER_LAUNCH", steps)
+    monkeypatch.setattr(decode_loop, "STEPS_PER_LAUNCH", steps)
     strings = ("é", "€", "bc", "aa", "l")
     plain = drawn_by(PagedRunner)
     lengths, ended = plain.length.clone(), ~plain.truncated

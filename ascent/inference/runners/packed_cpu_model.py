@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ascent.inference.kv_cache import DecodeLayout
+from ascent.inference.attention_layouts import DecodeLayout
 from ascent.inference.scheduler import Scheduler
 from ascent.inference.sequence import Sequence
 from ascent.models.causal_lm import LanguageModel

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from ascent.inference.attention_layouts import DecodeLayout, HiddenStateModel, PrefillSegment, prefill_segments
 from ascent.inference.block_manager import BlockManager
 from ascent.inference.generation_state import GenerationState
-from ascent.inference.kv_cache import DecodeLayout, HiddenStateModel, PrefillSegment, prefill_segments
 from ascent.inference.runners.packed_cpu_model import PackedCpuModel
 from ascent.inference.scheduler import Scheduler
 from ascent.inference.sequence import Sequence

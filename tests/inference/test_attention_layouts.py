@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from ascent.inference.attention_layouts import DecodeLayout
 from ascent.inference.block_manager import BlockManager
-from ascent.inference.kv_cache import DecodeLayout
 from ascent.inference.sequence import Sequence
 from ascent.ops.paged_kv_cache import PagedKVCache
 
