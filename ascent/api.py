@@ -31,8 +31,8 @@ from ascent.processes.user_code import CODE
 from ascent.runs import checkpoint
 from ascent.runs.alerts.step_alerts import findings
 from ascent.runs.batch_serialization import check_ahead, unpack_rollouts
-from ascent.runs.display.notebook import Completions, for_stream
-from ascent.runs.display.terminal import Display, numbers
+from ascent.runs.display.notebook import Completions, default_display
+from ascent.runs.display.terminal import Display, summary_text
 from ascent.runs.journal import Journal
 from ascent.runs.rollout_files import sampled_rows
 from ascent.runs.run_folder import RunFolder, check_new_folder, unlinked, write_json
@@ -79,7 +79,7 @@ def train(
     """
     check_run_length(settings)
     CODE.clear()
-    return start(configure(task, settings), out, for_stream() if show else Display(), preflight)
+    return start(configure(task, settings), out, default_display() if show else Display(), preflight)
 
 
 def load(folder: str | Path, *, trust: bool = False, **objects: Any) -> Run:
@@ -119,7 +119,7 @@ def prepare_run(config: Config, out: str | Path | None, display: Display, prefli
     check_new_folder(path)
     given = None if torchrun_rank() else save_given_model(config, path)
     if note:
-        display.say(note)
+        display.show_message(note)
     try:
         parts = assemble_ranks(config)
     except BaseException:
@@ -128,7 +128,7 @@ def prepare_run(config: Config, out: str | Path | None, display: Display, prefli
     try:
         report = parts.preflight() if preflight else None
         if report is not None:
-            display.say(report.text())
+            display.show_message(report.text())
             report.raise_if_refused()
         parts.resolve_old_logp()
         if given is not None:
@@ -222,7 +222,7 @@ def resume(
     if trust:
         trust_run(run)
     try:
-        prepared = reopen_run(Run(run), display or for_stream(), from_step, anyway=anyway, **objects)
+        prepared = reopen_run(Run(run), display or default_display(), from_step, anyway=anyway, **objects)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(STOPPED_AT_ONCE.format(folder=Path(run))) from None
     return Run(run) if prepared is None else run_to_end(prepared)
@@ -253,7 +253,7 @@ def reopen_run(
         folder.close()
         return None
     try:
-        checkpoint.clear_unfinished(folder.path / "checkpoints")
+        checkpoint.remove_unfinished(folder.path / "checkpoints")
         groups: checkpoint.Groups = {}
         saved: dict[str, Any] = {"step": 0, "state": None, "records": {}}
         chosen = None
@@ -262,7 +262,7 @@ def reopen_run(
             groups, saved = checkpoint.load_checkpoint(chosen)
         first, state, sizes = saved["step"], saved["state"], saved["records"]
         folder.check_sizes(sizes)
-        parts = assemble_ranks(config, groups.keys(), checkpoint.start_of(folder.path / "checkpoints"))
+        parts = assemble_ranks(config, groups.keys(), checkpoint.initial_params_folder(folder.path / "checkpoints"))
         if chosen is not None:
             with naming_file(chosen):
                 parts.streams.restore(groups.pop("rng"))
@@ -345,7 +345,7 @@ class TrainingStep:
         """The config of the following steps, if `change` was called."""
 
     def __repr__(self) -> str:
-        return f"Step({self.number}, {numbers(self.metrics)})"
+        return f"Step({self.number}, {summary_text(self.metrics)})"
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -424,7 +424,7 @@ def steps(
         if step.metrics["reward"] > 0.9:
             step.stop()
     """
-    display = for_stream() if show else Display()
+    display = default_display() if show else Display()
     if isinstance(task, Run):
         prepared = reopen_run(task, display, **settings)
         if prepared is None:
@@ -459,13 +459,13 @@ def run_steps(prepared: PreparedRun, step_by_step: bool = False) -> Generator[Tr
     parts.backend.set_log_folder(parts.scored_evaluation[1] if parts.scored_evaluation else parts.engine, folder.path)
 
     def waiting(here: bool) -> AbstractContextManager[None]:
-        return interruptible(writer, lambda: display.say(STOPPING_AFTER_STEP)) if here else nullcontext()
+        return interruptible(writer, lambda: display.show_message(STOPPING_AFTER_STEP)) if here else nullcontext()
 
     with waiting(not step_by_step):
         try:
             display.start(first, config.steps, f"{folder.run['task']} {folder.run['label']}")
             for note in parts.notes:
-                display.say(note)
+                display.show_message(note)
             if config.init is not None:
                 writer.keep_initial_params(Path(config.init))
             evaluate = writer.with_journal(parts.evaluator(writer.keep_answers))

@@ -37,7 +37,7 @@ from ascent.core.sampling_params import SamplingParams
 from ascent.core.types import Prompts, Rollouts
 from ascent.inference.engine import LocalEngine
 from ascent.models import CausalLM, PerPosition
-from ascent.runs.statistics import mean_and_half_width
+from ascent.runs.confidence_intervals import mean_and_half_width
 from ascent.tasks.small.sorting import Sort
 from benchmarks import ahead_engine
 from benchmarks.common import close, markdown, pair, show, write_page

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from ascent.oracle.exact import every_response, probability, reward_table
-from ascent.runs.statistics import mean_and_half_width
+from ascent.runs.confidence_intervals import mean_and_half_width
 from benchmarks.common import COLORS, close, figure, markdown, pair, save_picture, show, write_page
 from benchmarks.many import Lectures, Stack, outcome, train_many
 

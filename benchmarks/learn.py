@@ -33,7 +33,7 @@ import torch
 
 from ascent.build.assemble import assemble
 from ascent.core.loop import train
-from ascent.runs.statistics import mean_and_half_width, wilson
+from ascent.runs.confidence_intervals import mean_and_half_width, wilson
 from ascent.settings import configure
 from benchmarks.common import (
     COLORS,

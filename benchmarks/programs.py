@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ascent.runs.statistics import wilson
+from ascent.runs.confidence_intervals import wilson
 from benchmarks.common import close, show
 from benchmarks.peers.models import SMOKE, random_model, smollm2
 from benchmarks.tools import CHAT, run, write

@@ -36,7 +36,7 @@ from ascent.core.losses import Clipped, LogProb, Ratio, SequenceRatio
 from ascent.models import Policy
 from ascent.oracle.estimator import estimate, over_prompts
 from ascent.oracle.exact import Table
-from ascent.runs.statistics import mean_and_half_width
+from ascent.runs.confidence_intervals import mean_and_half_width
 from ascent.settings import configure
 from ascent.tasks.small.lecture import LECTURE_PROMPTS, Lecture
 from benchmarks.common import COLORS, close, figure, markdown, pair, save_picture, show, write_page

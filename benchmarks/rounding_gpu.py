@@ -49,7 +49,7 @@ import torch.nn.functional as F
 from ascent.build.assemble import assemble
 from ascent.core.loop import train
 from ascent.inference.runners.cuda_graph import CudaGraphRunner
-from ascent.runs.statistics import mean_and_half_width
+from ascent.runs.confidence_intervals import mean_and_half_width
 from ascent.settings import configure
 from benchmarks.common import ROOT, NoRecords, close, options_with_gpu, show
 from benchmarks.learn import SETTINGS, ours

@@ -29,7 +29,7 @@ from ascent.build.assemble import assemble
 from ascent.core.loop import train
 from ascent.environments.tool_chat import tool_instruction, with_instruction
 from ascent.environments.tools import BUILT_IN, schemas_of
-from ascent.runs.statistics import wilson
+from ascent.runs.confidence_intervals import wilson
 from ascent.settings import configure
 from benchmarks.common import close, show
 from benchmarks.learn import Curve

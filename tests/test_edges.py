@@ -49,7 +49,7 @@ def test_a_million_steps_are_more_than_nine_hundred_thousand(tmp_path: Path) -> 
     for step in (999_900, 999_950, 1_000_000):
         checkpoint.save(tmp_path, step, {"params": {"x": torch.zeros(1)}}, {"step": step}, keep=2)
     (tmp_path / "step_000200_best").mkdir()
-    assert [checkpoint.step_of(p) for p in checkpoint.complete(tmp_path)] == [999_950, 1_000_000]
+    assert [checkpoint.step_of(p) for p in checkpoint.complete_checkpoints(tmp_path)] == [999_950, 1_000_000]
 
 
 def test_going_back_keeps_what_it_cuts_and_what_is_not_ours(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 
 import ascent
 from ascent.core.errors import ConfigError, RunError
-from ascent.runs.display.notebook import Completions, Live, for_stream
-from ascent.runs.display.terminal import Display, Lines
+from ascent.runs.display.notebook import Completions, NotebookDisplay, default_display
+from ascent.runs.display.terminal import Display, LineDisplay
 from tests.runs.test_resume import bits, differing
 
 SMALL: dict[str, Any] = {"length": 3, "numbers": 4, "policy.width": 8, "policy.layers": 1, "policy.heads": 2}
@@ -137,10 +137,10 @@ def test_words_of_a_model_are_escaped() -> None:
     rows = Completions([{"prompt_text": HOSTILE, "response_text": HOSTILE, "reward": 1.0, "reason": HOSTILE}])
     html = rows._repr_html_()
     assert "<script" not in html and "&lt;script&gt;" in html and "\x1b" not in html + repr(rows)
-    live = Live()
+    live = NotebookDisplay()
     live.draw = lambda: None  # type: ignore[method-assign]
     live.start(0, 3, HOSTILE)
-    live.say(HOSTILE)
+    live.show_message(HOSTILE)
     live.responses(lambda groups: rows)
     live.step(0, {"reward": 0.5, "entropy": 1.0})
     assert "<script" not in live.html() and "\x1b" not in live.html() and "0.500" in live.html()
@@ -178,4 +178,4 @@ def test_in_a_notebook_a_run_is_one_display(notebook: Shown, tmp_path: Path, cap
 
 def test_elsewhere_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    assert type(for_stream()) is Lines
+    assert type(default_display()) is LineDisplay

@@ -11,7 +11,7 @@ from ascent.build.trained_run import Run
 from ascent.cli.flags import Command
 from ascent.core.errors import ConfigError
 from ascent.explain.explain import explanation, menu_text
-from ascent.runs.display.notebook import for_stream
+from ascent.runs.display.notebook import default_display
 from ascent.runs.display.plots import draw_line, figure, finish_panel, line_style, save_figure, series
 from ascent.runs.display.terminal import wrapped
 from ascent.settings import configure
@@ -113,7 +113,7 @@ class DemoCommand(Command):
         for name, title, task, settings in DEMO_RUNS:
             flags = "".join(f" --{key.replace('_', '-')} {value}" for key, value in settings.items())
             print(f"\n{title}:\n{wrapped(f'  ascent train {task}{flags}', 4)}", flush=True)
-            runs[name] = start(configure(task, settings), out / name, for_stream())
+            runs[name] = start(configure(task, settings), out / name, default_display())
             if runs[name].status != "finished":
                 print(f"Interrupted. The runs so far are in {out}")
                 return 130

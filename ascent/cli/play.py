@@ -27,7 +27,7 @@ from ascent.rewards.grading import Grading
 from ascent.rollout.conversation_task import make_environment_source
 from ascent.rollout.conversations import POLL_SECONDS, EnvironmentPool, problem_seed
 from ascent.runs.display.terminal import printable, wrapped
-from ascent.runs.recorded_conversation import ENVIRONMENT, POLICY, TOOL, calls_words, colour_wanted, speech_lines
+from ascent.runs.recorded_conversation import ENVIRONMENT, POLICY, TOOL, colour_wanted, format_tool_calls, message_lines
 from ascent.settings import find_task
 from ascent.tasks.environment import Environment, Step
 from ascent.tasks.text.text_task import Problem
@@ -100,7 +100,7 @@ class Terminal:
 
     def show_turn(self, who: str, text: str) -> None:
         self.policy_turns += who == POLICY
-        print("\n".join(speech_lines(who, text, self.colour)), flush=True)
+        print("\n".join(message_lines(who, text, self.colour)), flush=True)
 
     def note(self, text: str) -> None:
         print("  " + wrapped(printable(text), 2), flush=True)
@@ -185,7 +185,7 @@ def take_turns(episode: PlayedEpisode, seed: int, terminal: Terminal, rewards: l
         if observation := episode.show_observation(step.observation):
             terminal.show_turn(episode.answered_by, observation)
         counts = parse_tool_counts(step.reason)
-        about = f", {calls_words(counts)}" if counts else f", {step.reason}" if step.reason else ""
+        about = f", {format_tool_calls(counts)}" if counts else f", {step.reason}" if step.reason else ""
         terminal.note(f"· turn {len(rewards)}: reward {step.reward:.3g}{about}")
         if step.done or len(rewards) == episode.max_turns:
             limit = "" if step.done else f": the limit of {episode.max_turns} turns"
@@ -346,7 +346,7 @@ def play_environment(loaded: LoadedPolicy, seed: int, terminal: Terminal) -> Non
             return terminal.note("The input has ended. The episode was left.")
         batch = unscored(rollouts)
         (conversation,) = conversations(bound, batch)
-    policy_turns = [turn for turn in conversation["turns"] if turn["who"] == POLICY]
+    policy_turns = [turn for turn in conversation["turns"] if turn["role"] == POLICY]
     if len(policy_turns) > terminal.policy_turns:  # max_tokens truncated the last turn, which got no observation
         terminal.show_turn(POLICY, policy_turns[-1]["text"])
     if not bool(batch.valid.all()):

@@ -155,11 +155,11 @@ def responses(rows: list[dict[str, Any]], colour: bool = False) -> str:
             lines += ["", printable(f"group {row['group']}: prompt {row['prompt_text']}")]
         failed = row.get("status", "ok" if row["valid"] else "failed") == "failed"
         mark = "failed" if failed else "right" if row.get("correct") else ""
-        if speeches := conversation(row):
-            count = max(speech.turn for speech in speeches)
+        if messages := conversation(row):
+            count = max(speech.turn for speech in messages)
             turns = f"{count} turn" if count == 1 else f"{count} turns"
             head = [f"response {row['sample']}: reward {row['reward']:g}", turns, *([mark] if mark else [])]
-            lines += ["", ", ".join(head), *conversation_lines(speeches, ending(row, speeches), colour)]
+            lines += ["", ", ".join(head), *conversation_lines(messages, ending(row, messages), colour)]
             continue
         logp = " ".join(f"{x:7.3f}" for x in row["logp_old"])
         values = row["advantage"]

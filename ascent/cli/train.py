@@ -20,7 +20,7 @@ from ascent.core.config import Config
 from ascent.core.errors import ConfigError
 from ascent.distributed.ranks import torchrun_id, torchrun_rank, was_restarted
 from ascent.explain.explain import formula, objective_in_words
-from ascent.runs.display.notebook import for_stream
+from ascent.runs.display.notebook import default_display
 from ascent.runs.display.plots import plot_runs
 from ascent.runs.display.terminal import cell_text, table, width, wrapped
 from ascent.runs.run_folder import check_new_folder, write_json
@@ -96,7 +96,7 @@ def run_training(config: Config, options: TrainOptions, then: Callable[[Run], No
     if options.dry_run:
         print_dry_run(config, options)
         return None
-    return report_end(start(config, options.out, for_stream(), options.preflight), then)
+    return report_end(start(config, options.out, default_display(), options.preflight), then)
 
 
 def print_dry_run(config: Config, options: TrainOptions) -> None:

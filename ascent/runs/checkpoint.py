@@ -16,14 +16,14 @@ from torch import Tensor
 
 from ascent.core.errors import ConfigError
 from ascent.runs.sharded_reader import read_parts
-from ascent.runs.untrusted_files import READ_ERRORS as ODD
+from ascent.runs.untrusted_files import READ_ERRORS as FILE_READ_ERRORS
 from ascent.runs.untrusted_files import numbered_files, open_regular, parse_json, read_regular
 from ascent.training.sharded_checkpoint import SHARD_FILES, ShardedWrite
 
 Groups = dict[str, dict[str, Tensor]]
-START = "start"
+INITIAL_PARAMS_FOLDER = "start"
 """The folder of the initial parameters, beside the checkpoints."""
-READ_ERRORS = (*ODD, SafetensorError)
+READ_ERRORS = (*FILE_READ_ERRORS, SafetensorError)
 
 
 def step_of(path: Path) -> int:
@@ -34,7 +34,7 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step_{step:06d}"
 
 
-def aside_of(final: Path) -> Path:
+def temporary_path(final: Path) -> Path:
     """Return the temporary path of a folder that is being written."""
     return final.with_name(f".writing-{final.name}")
 
@@ -44,20 +44,20 @@ def save(
     parts: ShardedWrite | None = None,
 ) -> None:  # fmt: skip
     """Write `folder/step_000100` and remove all but the newest `keep` checkpoints and that of the step `best`."""
-    write_whole(step_folder(folder, step), groups, state, {"step": step}, parts)
-    for old in complete(folder)[:-keep]:
+    write_atomically(step_folder(folder, step), groups, state, {"step": step}, parts)
+    for old in complete_checkpoints(folder)[:-keep]:
         if step_of(old) != best:
-            drop(old)
+            remove_atomically(old)
 
 
-def write_whole(
+def write_atomically(
     final: Path, groups: Groups, state: dict[str, Any], about: dict[str, Any], parts: ShardedWrite | None = None
 ) -> None:
     """Atomically write a folder with groups of tensors, a state.json and a manifest with checksums.
 
     `parts` writes the shards of all ranks.
     """
-    aside = aside_of(final)
+    aside = temporary_path(final)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     for group, tensors in groups.items():
@@ -75,13 +75,13 @@ def write_whole(
     for path in [*aside.iterdir(), aside]:
         flush(path)
     if final.exists():
-        drop(final)
+        remove_atomically(final)
     os.replace(aside, final)
     flush(final.parent)
 
 
-def read_whole(path: Path) -> tuple[Groups, dict[str, Any]]:
-    """Read what `write_whole` has written after verifying all checksums."""
+def read_verified(path: Path) -> tuple[Groups, dict[str, Any]]:
+    """Read what `write_atomically` has written after verifying all checksums."""
     about = _verify(path)
     groups = {p.stem: load_file(p) for p in path.glob("*.safetensors") if not p.match(SHARD_FILES)}
     if "narrow" in about:
@@ -89,19 +89,19 @@ def read_whole(path: Path) -> tuple[Groups, dict[str, Any]]:
     return groups, parse_json(read_regular(path / "state.json"))
 
 
-def drop(path: Path) -> None:
+def remove_atomically(path: Path) -> None:
     """Remove a checkpoint; it is renamed first, so that a kill never leaves an incomplete one under its name."""
     gone = path.with_name(f".dropping-{path.name}")
     os.replace(path, gone)
     shutil.rmtree(gone)
 
 
-def keep_start(source: Path, folder: Path) -> None:
+def keep_initial_params(source: Path, folder: Path) -> None:
     """Keep the initial parameters of a run as `folder/start`.
 
     The files of a checkpoint are hard-linked if possible, because they never change.
     """
-    final, aside = folder / START, folder / f".writing-{START}"
+    final, aside = folder / INITIAL_PARAMS_FOLDER, folder / f".writing-{INITIAL_PARAMS_FOLDER}"
     if final.exists():
         return
     shutil.rmtree(aside, ignore_errors=True)
@@ -120,22 +120,22 @@ def keep_start(source: Path, folder: Path) -> None:
     flush(folder)
 
 
-def start_of(folder: Path) -> Path | None:
+def initial_params_folder(folder: Path) -> Path | None:
     """Return the folder of the initial parameters, if it exists."""
-    return folder / START if (folder / START).exists() else None
+    return folder / INITIAL_PARAMS_FOLDER if (folder / INITIAL_PARAMS_FOLDER).exists() else None
 
 
-def drop_start(folder: Path) -> None:
-    if (folder / START).exists():
-        drop(folder / START)
+def remove_initial_params(folder: Path) -> None:
+    if (folder / INITIAL_PARAMS_FOLDER).exists():
+        remove_atomically(folder / INITIAL_PARAMS_FOLDER)
 
 
-def complete(folder: Path) -> list[Path]:
+def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints, oldest first."""
     return list(numbered_files(folder, r"step_(\d+)").values())
 
 
-def clear_unfinished(folder: Path) -> None:
+def remove_unfinished(folder: Path) -> None:
     """Remove incompletely written or removed checkpoints."""
     for path in (*folder.glob(".writing-*"), *folder.glob(".dropping-*")):
         shutil.rmtree(path)
@@ -144,12 +144,12 @@ def clear_unfinished(folder: Path) -> None:
 def load_checkpoint(path: Path) -> tuple[Groups, dict[str, Any]]:
     """Read the tensors and the state of a checkpoint after verifying all checksums."""
     try:
-        groups, saved = read_whole(path)
+        groups, saved = read_verified(path)
         if not all(type(number) is int and number >= 0 for number in (saved["step"], *saved["records"].values())):
             raise ValueError("state.json does not say where the records ended")
         return groups, saved | {"state": saved["state"]}
     except READ_ERRORS as error:
-        older = [step_of(p) for p in complete(path.parent) if step_of(p) < step_of(path)]
+        older = [step_of(p) for p in complete_checkpoints(path.parent) if step_of(p) < step_of(path)]
         run = path.parent.parent
         back = f"To go back: ascent resume {run} --from {older[-1]}" if older else "There is no older one for --from"
         raise ConfigError(f"{path} is corrupt: {error}. {back}") from None

@@ -21,7 +21,7 @@ from torch import Tensor
 from ascent.core.errors import ConfigError
 from ascent.core.types import Batch, Metrics
 from ascent.runs.batch_serialization import from_json_and_tensors, to_json_and_tensors
-from ascent.runs.checkpoint import READ_ERRORS, clear_unfinished, drop, read_whole, write_whole
+from ascent.runs.checkpoint import READ_ERRORS, read_verified, remove_atomically, remove_unfinished, write_atomically
 from ascent.runs.untrusted_files import numbered_files
 
 STEP, EVALUATION = "step", "eval"
@@ -64,7 +64,7 @@ class Journal:
 
     def first_new_step(self, first: int) -> int:
         """Read the entries that a resume from step `first` replays; return the first step that it samples."""
-        clear_unfinished(self.folder)
+        remove_unfinished(self.folder)
         step = first
         while self._read(STEP, step) is not None:
             self._read(EVALUATION, step)
@@ -76,7 +76,7 @@ class Journal:
         for kind in (STEP, EVALUATION):
             for step, path in numbered_files(self.folder, rf"{kind}_(\d+)").items():
                 if not first <= step < stop:
-                    drop(path)
+                    remove_atomically(path)
         with suppress(OSError):  # the folder is missing or not empty
             self.folder.rmdir()
 
@@ -86,14 +86,16 @@ class Journal:
     def _write(self, kind: str, step: int, batch: Batch | None, metrics: Metrics) -> None:
         tensors: dict[str, Tensor] = {}
         plain = None if batch is None else to_json_and_tensors(batch, "", tensors)
-        write_whole(self._path(kind, step), {"batch": tensors}, {"metrics": metrics, "batch": plain}, {"step": step})
+        write_atomically(
+            self._path(kind, step), {"batch": tensors}, {"metrics": metrics, "batch": plain}, {"step": step}
+        )
 
     def _read(self, kind: str, step: int) -> tuple[Batch | None, Metrics] | None:
         path = self._path(kind, step)
         if not path.exists():
             return None
         try:
-            groups, saved = read_whole(path)
+            groups, saved = read_verified(path)
             plain: dict[str, Any] | None = saved["batch"]
             batch = None if plain is None else Batch(**from_json_and_tensors(plain, "", groups["batch"]))
             if (batch is None and kind == STEP) or not all(

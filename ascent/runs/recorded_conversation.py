@@ -17,20 +17,20 @@ from ascent.rewards.tokenized_task import observed_words
 from ascent.rollout.conversations import FAILED_PREFIX, TRUNCATED_PREFIX, TURN_LIMIT_PATTERN
 from ascent.runs.display.terminal import printable, width
 
-TURN_REWARD, TURN_SECONDS = OF_TURNS = ("turn_reward", "time/turns")
+TURN_REWARD, TURN_SECONDS = TURN_COLUMNS = ("turn_reward", "time/turns")
 """The columns with a number per turn: its reward, and the seconds that the environment took to answer."""
-POLICY, ENVIRONMENT, TOOL = SPEAKERS = ("policy", "environment", "tool")
-WAITED = 0.01
+POLICY, ENVIRONMENT, TOOL = ROLES = ("policy", "environment", "tool")
+MIN_SHOWN_WAIT = 0.01
 """Minimum seconds of waiting to show."""
 _NOTE = re.compile(r"(?:^|; )turn (\d{1,9}): ")
 _COLOURS = {POLICY: "", ENVIRONMENT: "36", TOOL: "35"}
-_QUIET = "2"
+_DIM = "2"
 
 
-class Speech(NamedTuple):
+class ConversationMessage(NamedTuple):
     """One message of a conversation. Only turns of the policy have rewards and waiting times."""
 
-    who: str
+    role: str
     turn: int
     """The turn, from 1; an observation has the number of the turn before it."""
     text: str
@@ -43,7 +43,7 @@ class Speech(NamedTuple):
     """Notes about the turn: its tool calls, why the episode ended."""
 
 
-def drawn_tokens(row: Mapping[str, Any]) -> list[bool] | None:
+def sampled_tokens(row: Mapping[str, Any]) -> list[bool] | None:
     """Return which tokens the policy sampled; None: all of them, or unknown."""
     return _fitting(row, "mask", bool)
 
@@ -59,33 +59,33 @@ def _fitting(row: Mapping[str, Any], name: str, kind: type) -> Any:
     return values if fits else None
 
 
-def conversation(row: Mapping[str, Any]) -> list[Speech]:
+def conversation(row: Mapping[str, Any]) -> list[ConversationMessage]:
     """Return the messages of a recorded response in order; empty if it is not a conversation."""
     turn, pieces = turn_numbers(row), row.get("pieces")
     if turn is None or not isinstance(pieces, list) or len(pieces) != len(turn):
         return []
-    mask, notes = drawn_tokens(row) or [True] * len(turn), notes_of(row)
-    credit = row.get("advantage") or []
-    credit = credit * len(turn) if len(credit) == 1 else credit
-    answers = TOOL if any(parse_tool_counts(note) for note in notes.values()) else ENVIRONMENT
-    speeches, start = list[Speech](), 0
+    mask, notes = sampled_tokens(row) or [True] * len(turn), notes_by_turn(row)
+    advantage = row.get("advantage") or []
+    advantage = advantage * len(turn) if len(advantage) == 1 else advantage
+    observation_role = TOOL if any(parse_tool_counts(note) for note in notes.values()) else ENVIRONMENT
+    messages, start = list[ConversationMessage](), 0
     for end in range(1, len(turn) + 1):
         if end < len(turn) and mask[end] == mask[start] and (turn[end] == turn[start] or not mask[start]):
             continue
-        said = [str(piece) for piece in pieces[start:end]]
+        texts = [str(piece) for piece in pieces[start:end]]
         if mask[start]:
-            place, advantages = turn[start], [x for x in credit[start:end] if isinstance(x, float)]
-            speech = Speech(POLICY, place + 1, "".join(said), end - start, _at(row, TURN_REWARD, place))
+            place, advantages = turn[start], [x for x in advantage[start:end] if isinstance(x, float)]
+            message = ConversationMessage(POLICY, place + 1, "".join(texts), end - start, _at(row, TURN_REWARD, place))
             mean = (
                 math.fsum(advantages) / len(advantages) if advantages and all(map(math.isfinite, advantages)) else None
             )
             seconds, note = _at(row, TURN_SECONDS, place), notes.get(place + 1, "")
-            speeches.append(speech._replace(advantage=mean, seconds=seconds, note=note))
+            messages.append(message._replace(advantage=mean, seconds=seconds, note=note))
         else:
-            number = speeches[-1].turn if speeches else 0
-            speeches.append(Speech(answers, number, observed_words(said), end - start))
+            number = messages[-1].turn if messages else 0
+            messages.append(ConversationMessage(observation_role, number, observed_words(texts), end - start))
         start = end
-    return speeches
+    return messages
 
 
 def _at(row: Mapping[str, Any], name: str, place: int) -> float | None:
@@ -95,7 +95,7 @@ def _at(row: Mapping[str, Any], name: str, place: int) -> float | None:
     return value if isinstance(value, float) and math.isfinite(value) else None
 
 
-def notes_of(row: Mapping[str, Any]) -> dict[int, str]:
+def notes_by_turn(row: Mapping[str, Any]) -> dict[int, str]:
     """Return the notes in the reason of a response, by turn; the last one includes the rest of the reason."""
     _, *parts = _NOTE.split(str(row.get("reason") or ""))
     return {int(number): note for number, note in zip(parts[::2], parts[1::2], strict=True)}
@@ -103,18 +103,18 @@ def notes_of(row: Mapping[str, Any]) -> dict[int, str]:
 
 def environment_failed(reason: str) -> bool:
     """Return whether the reason says that the environment of a response failed."""
-    return any(note.startswith(FAILED_PREFIX) for note in notes_of({"reason": reason}).values())
+    return any(note.startswith(FAILED_PREFIX) for note in notes_by_turn({"reason": reason}).values())
 
 
-def ending(row: Mapping[str, Any], speeches: Sequence[Speech]) -> str:
+def ending(row: Mapping[str, Any], messages: Sequence[ConversationMessage]) -> str:
     """Return why a conversation ended."""
-    last = next((speech for speech in reversed(speeches) if speech.who == POLICY), None)
+    last = next((message for message in reversed(messages) if message.role == POLICY), None)
     notes = last.note.split("; ") if last and last.note else []
-    said = [part for part in notes if not (parse_tool_counts(part) or part.startswith(TRUNCATED_PREFIX))]
-    out_of_turns = any(TURN_LIMIT_PATTERN.search(part) for part in said)
+    reasons = [part for part in notes if not (parse_tool_counts(part) or part.startswith(TRUNCATED_PREFIX))]
+    out_of_turns = any(TURN_LIMIT_PATTERN.search(part) for part in reasons)
     if row.get("truncated") is True and row.get("status") != "failed" and not out_of_turns:
-        said.insert(0, "a limit of tokens")
-    return "; ".join(said) or "its environment ended it"
+        reasons.insert(0, "a limit of tokens")
+    return "; ".join(reasons) or "its environment ended it"
 
 
 # ---- in a terminal ----------------------------------------------------------------------------------------------
@@ -125,56 +125,63 @@ def colour_wanted() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def painted(text: str, code: str, colour: bool) -> str:
+def colorize(text: str, code: str, colour: bool) -> str:
     return f"\x1b[{code}m{text}\x1b[0m" if colour and code and text else text
 
 
-def speech_lines(who: str, text: str, colour: bool) -> list[str]:
+def message_lines(role: str, text: str, colour: bool) -> list[str]:
     """Format a message as printable lines, with the speaker's name before the first line."""
-    room = max(20, min(width(), 120) - 15)
-    lines = [part for line in printable(text).strip().split("\n") for part in textwrap.wrap(line, room) or [""]]
+    text_width = max(20, min(width(), 120) - 15)
+    lines = [part for line in printable(text).strip().split("\n") for part in textwrap.wrap(line, text_width) or [""]]
     lines = lines if any(lines) else ["(no words)"]
-    names = [f"  {who:<11}  ", *[" " * 15] * (len(lines) - 1)]
+    names = [f"  {role:<11}  ", *[" " * 15] * (len(lines) - 1)]
     return [
-        painted((name + line).rstrip(), _COLOURS.get(who, ""), colour) for name, line in zip(names, lines, strict=True)
+        colorize((name + line).rstrip(), _COLOURS.get(role, ""), colour)
+        for name, line in zip(names, lines, strict=True)
     ]
 
 
-def counts_of(note: str) -> dict[str, int]:
+def tool_counts(note: str) -> dict[str, int]:
     """Return the tool calls of a turn from its note; empty if there are none."""
     return parse_tool_counts(note.split("; ")[0])
 
 
-def calls_words(counts: Mapping[str, int]) -> str:
+def format_tool_calls(counts: Mapping[str, int]) -> str:
     """Format counts of calls: 3 calls (1 unparsed)."""
     calls = counts.get("calls", 0)
     wrong = [f"{counts[name]} {name}" for name in TOOL_COUNT_NAMES[1:] if counts.get(name)]
     return f"{calls} {'call' if calls == 1 else 'calls'}" + (f" ({', '.join(wrong)})" if wrong else "")
 
 
-def turn_words(speech: Speech) -> str:
+def describe_message(message: ConversationMessage) -> str:
     """Describe a turn with its reward and advantage, or the turn that an observation answers."""
-    said = [f"turn {speech.turn}"] if speech.who == POLICY else [f"to turn {speech.turn}"]
-    said += [f"reward {speech.reward:.3g}"] if speech.reward is not None else []
-    said += [f"A {speech.advantage:+.3f}"] if speech.advantage is not None else []
-    said += [f"answered in {speech.seconds:.2g} s"] if speech.seconds is not None and speech.seconds >= WAITED else []
-    said += [part for part in speech.note.split("; ") if part.startswith(TRUNCATED_PREFIX)]
-    said += [calls_words(counts)] if (counts := counts_of(speech.note)) else []
-    return ", ".join(said)
+    parts = [f"turn {message.turn}"] if message.role == POLICY else [f"to turn {message.turn}"]
+    parts += [f"reward {message.reward:.3g}"] if message.reward is not None else []
+    parts += [f"A {message.advantage:+.3f}"] if message.advantage is not None else []
+    parts += (
+        [f"answered in {message.seconds:.2g} s"]
+        if message.seconds is not None and message.seconds >= MIN_SHOWN_WAIT
+        else []
+    )
+    parts += [part for part in message.note.split("; ") if part.startswith(TRUNCATED_PREFIX)]
+    parts += [format_tool_calls(counts)] if (counts := tool_counts(message.note)) else []
+    return ", ".join(parts)
 
 
-def conversation_lines(speeches: Sequence[Speech], ended: str, colour: bool) -> list[str]:
+def conversation_lines(messages: Sequence[ConversationMessage], ended: str, colour: bool) -> list[str]:
     """Format a conversation for a terminal: every turn with its reward, and why it ended."""
     lines: list[str] = []
-    for speech in speeches:
-        said, earned = speech_lines(speech.who, speech.text, colour), f"· {turn_words(speech)}"
-        if speech.who != POLICY:
-            earned = ""
-        elif len(said) == 1 and len(said[0]) + 2 + len(earned) <= width():  # a short turn and its numbers in one line
-            said[0] += "  "
+    for message in messages:
+        texts, numbers = message_lines(message.role, message.text, colour), f"· {describe_message(message)}"
+        if message.role != POLICY:
+            numbers = ""
+        elif (
+            len(texts) == 1 and len(texts[0]) + 2 + len(numbers) <= width()
+        ):  # a short turn and its numbers in one line
+            texts[0] += "  "
         else:
-            said.append(" " * 15)
-        lines += [*said[:-1], said[-1] + painted(earned, _QUIET, colour)]
-    waited = math.fsum(speech.seconds or 0.0 for speech in speeches)
-    waiting = f"; {waited:.2g} s of waiting" if waited >= WAITED else ""
-    return [*lines, painted(f"  ended: {printable(' '.join(ended.split()))}{waiting}", _QUIET, colour)]
+            texts.append(" " * 15)
+        lines += [*texts[:-1], texts[-1] + colorize(numbers, _DIM, colour)]
+    waited = math.fsum(message.seconds or 0.0 for message in messages)
+    waiting_text = f"; {waited:.2g} s of waiting" if waited >= MIN_SHOWN_WAIT else ""
+    return [*lines, colorize(f"  ended: {printable(' '.join(ended.split()))}{waiting_text}", _DIM, colour)]

@@ -154,7 +154,7 @@ class RunRecord:
     @property
     def checkpoints(self) -> list[Path]:
         check_links_stay_inside(self.folder, "checkpoints")
-        return checkpoint.complete(self.folder / "checkpoints")
+        return checkpoint.complete_checkpoints(self.folder / "checkpoints")
 
     def checkpoint(self, step: int | None = None, best: bool = False, flag: str = "--step") -> Path:
         """Return the newest checkpoint, or that of a step, or of the best evaluation."""

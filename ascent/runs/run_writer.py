@@ -142,7 +142,7 @@ class RunWriter:
                 newest = step if self._is_recorded(step) else step - step % self.config.record_every
                 recorded = None if self.config.record_rollouts == "none" else newest
                 self._line("events.jsonl", alert.event(step, recorded))
-                self.display.say(f"step {step}: {alert.text}")
+                self.display.show_message(f"step {step}: {alert.text}")
 
     def _step_alerts(self, step: int, line: dict[str, Any], batch: Batch) -> list[Alert]:
         """Return all alerts of a step with their evidence."""
@@ -188,7 +188,7 @@ class RunWriter:
         sizes = {name: file.tell() for name, file in self.files.items()}
         self.checkpoint_writer.wait()
         folder = self.folder.path / "checkpoints"
-        parts = learner.stage_parts(checkpoint.aside_of(checkpoint.step_folder(folder, step)))
+        parts = learner.stage_parts(checkpoint.temporary_path(checkpoint.step_folder(folder, step)))
         groups = {**(learner.state() if parts is None else {}), "rng": streams.state()}
         saved = {"step": step, "state": state, "records": sizes}
         if ahead:
@@ -207,7 +207,7 @@ class RunWriter:
         if self.journal is not None:
             self.journal.keep(step)
         if not self._needs_initial_params():
-            checkpoint.drop_start(self.folder.path / "checkpoints")
+            checkpoint.remove_initial_params(self.folder.path / "checkpoints")
 
     def wait_for_checkpoint(self) -> None:
         self.checkpoint_writer.wait()
@@ -215,11 +215,11 @@ class RunWriter:
     def keep_initial_params(self, source: Path) -> None:
         """Copy the initial parameters while a resume would need them, because `source` may be deleted."""
         if self._needs_initial_params():
-            checkpoint.keep_start(source, self.folder.path / "checkpoints")
+            checkpoint.keep_initial_params(source, self.folder.path / "checkpoints")
 
     def _needs_initial_params(self) -> bool:
         """Return True before the first checkpoint, and afterwards if the checkpoints lack the reference policy."""
-        saved = checkpoint.complete(self.folder.path / "checkpoints")
+        saved = checkpoint.complete_checkpoints(self.folder.path / "checkpoints")
         have_reference = all((path / "reference.safetensors").exists() or any(path.glob(SHARD_FILES)) for path in saved)
         return not saved or (self.config.algorithm.reference.enabled and not have_reference)
 
@@ -236,7 +236,7 @@ class RunWriter:
 
     def note(self, text: str) -> None:
         """Show a note and write it to events.jsonl."""
-        self.display.say(text)
+        self.display.show_message(text)
         self._event("note", text)
 
     def _event(self, kind: str, text: str) -> None:

@@ -16,10 +16,10 @@ from ascent.build.backend import BoundTask
 from ascent.core.errors import RunError
 from ascent.core.protocols import RolloutEngine
 from ascent.core.types import Prompts, check_counts
+from ascent.runs.confidence_intervals import PromptMean, mean_over_prompts, pass_at_k, powers_of_two
 from ascent.runs.display.terminal import progress, table, wrapped
-from ascent.runs.recorded_conversation import POLICY, WAITED, calls_words, counts_of
+from ascent.runs.recorded_conversation import MIN_SHOWN_WAIT, POLICY, format_tool_calls, tool_counts
 from ascent.runs.rollout_files import write_parquet
-from ascent.runs.statistics import PromptMean, mean_over_prompts, pass_at_k, powers_of_two
 from ascent.workflows.loaded_policy import LoadedPolicy, Row, resolve_policy, response_lines, scored_rows
 
 MEASURES = ("strict", "lenient", "reward")
@@ -50,10 +50,10 @@ class Evaluation:
         count = len(self.rows)
         truncated, length = sum(row["truncated"] for row in self.rows), sum(row["length"] for row in self.rows)
         statistics = {"responses": count, "truncated": truncated / count, "mean_length": length / count}
-        conversations = [[turn for turn in row.get("turns", ()) if turn["who"] == POLICY] for row in self.rows]
+        conversations = [[turn for turn in row.get("turns", ()) if turn["role"] == POLICY] for row in self.rows]
         if not any(conversations):
             return statistics
-        calls = sum((Counter(counts_of(turn["note"])) for turns in conversations for turn in turns), Counter())
+        calls = sum((Counter(tool_counts(turn["note"])) for turns in conversations for turn in turns), Counter())
         waited = sum(turn["seconds"] or 0.0 for turns in conversations for turn in turns)
         statistics |= {"mean_turns": sum(map(len, conversations)) / count, "mean_waited": waited / count}
         return statistics | ({"calls": dict(calls)} if calls else {})
@@ -75,8 +75,10 @@ class Evaluation:
             f"{self.seconds:.1f} s."
         )
         if "mean_turns" in statistics:
-            waited = f", {statistics['mean_waited']:.2g} s of waiting" if statistics["mean_waited"] >= WAITED else ""
-            called = f" {calls_words(statistics['calls'])} of tools in all." if "calls" in statistics else ""
+            waited = (
+                f", {statistics['mean_waited']:.2g} s of waiting" if statistics["mean_waited"] >= MIN_SHOWN_WAIT else ""
+            )
+            called = f" {format_tool_calls(statistics['calls'])} of tools in all." if "calls" in statistics else ""
             notes.append(f"{statistics['mean_turns']:.2f} turns per response{waited}.{called}")
         if self.errors:
             notes.append(

@@ -23,7 +23,7 @@ from ascent.core.protocols import RolloutEngine
 from ascent.core.types import Batch, Prompts, Rollouts, check_counts, to_batch
 from ascent.runs import checkpoint
 from ascent.runs.display.terminal import printable
-from ascent.runs.recorded_conversation import Speech, conversation, conversation_lines, ending
+from ascent.runs.recorded_conversation import ConversationMessage, conversation, conversation_lines, ending
 from ascent.runs.rollout_files import TokenTexts, sampled_rows
 from ascent.runs.run_info import task_name
 from ascent.runs.run_reader import check_trains_policy
@@ -287,7 +287,7 @@ def response_lines(row: Row, colour: bool) -> list[str]:
     """Return the text of a response, or its conversation."""
     if not row.get("turns"):
         return [printable(row["response"])]
-    return conversation_lines([Speech(**message) for message in row["turns"]], row["ended"], colour)
+    return conversation_lines([ConversationMessage(**message) for message in row["turns"]], row["ended"], colour)
 
 
 def _titled(title: str, words: str) -> list[str]:

@@ -14,8 +14,8 @@ from ascent.core.config import Config
 from ascent.core.errors import ConfigError
 from ascent.explain.explain import latex, meanings, objective_in_words
 from ascent.explain.latex import unicode_in
+from ascent.runs.confidence_intervals import PromptMean, mean_over_prompts
 from ascent.runs.run_info import run_label, task_name
-from ascent.runs.statistics import PromptMean, mean_over_prompts
 
 # ── model card ────────────────────────────────────────────────────────────────────────────────────
 

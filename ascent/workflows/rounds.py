@@ -31,7 +31,7 @@ from ascent.core.errors import ConfigError, RunError
 from ascent.core.menu import to_dict
 from ascent.core.types import check_counts
 from ascent.rewards.judge.judge_settings import read_judge
-from ascent.runs.display.notebook import for_stream
+from ascent.runs.display.notebook import default_display
 from ascent.runs.display.terminal import Display
 from ascent.runs.run_folder import RunFolder, write_json
 from ascent.runs.run_reader import init_folder
@@ -107,7 +107,7 @@ class Rounds:
 
     def run(self, path: Path, config: Callable[[], Config]) -> None:
         """Start or resume a run; do nothing if it is finished."""
-        display = for_stream() if self.show else Display()
+        display = default_display() if self.show else Display()
         new = not (path / "run.json").exists()
         run = start(config(), path, display, preflight=False) if new else resume(path, display)
         if run.status != "finished":

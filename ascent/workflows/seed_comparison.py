@@ -21,8 +21,8 @@ from ascent.build.trained_run import Run
 from ascent.core.config import Config
 from ascent.core.errors import ConfigError, RunError
 from ascent.core.menu import name_of
+from ascent.runs.confidence_intervals import compare_over_seeds, finite_or_none, mean_and_half_width
 from ascent.runs.display.terminal import Display, progress
-from ascent.runs.statistics import compare_over_seeds, finite_or_none, mean_and_half_width
 from ascent.settings import config_from
 
 

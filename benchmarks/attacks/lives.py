@@ -52,7 +52,7 @@ def bits(run: Path) -> dict[str, Any]:
     for name in folders.JSONL_FILES:
         lines = read_lines(run / name)
         found[name] = [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
-    last = checkpoint.complete(run / "checkpoints")[-1]
+    last = checkpoint.complete_checkpoints(run / "checkpoints")[-1]
     for path in last.glob("*.safetensors"):
         found |= {f"{path.stem} {k}": v.flatten().numpy().tobytes() for k, v in load_file(path).items()}
     state = json.loads((last / "state.json").read_text())

@@ -118,8 +118,8 @@ def told(how: str) -> Callable[[Path], str | None]:
                 "truncated": 0,
             }
             return printed(lambda: print(loaded_policy.responses_text([row], None)))
-        line = display.Lines()
-        return printed(lambda: (line.start(0, 10, words), line.say(words)))
+        line = display.LineDisplay()
+        return printed(lambda: (line.start(0, 10, words), line.show_message(words)))
 
     return attempt
 

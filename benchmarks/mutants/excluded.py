@@ -84,7 +84,7 @@ RULES = (
     Rule("draws pictures: styling", line=r"pyplot\.rc\(|\.legend\(|\.set_[xy]lim\(|tight_layout"),
     Rule("a point at NaN is not drawn either", "ascent/runs/display/plots.py", "_ends", "^continue$"),
     Rule("a folder inside another one is shown twice", "ascent/sandbox/isolation.py", "system_paths", r"^any\("),
-    Rule("the deviation of one value is NaN, too", "ascent/runs/statistics.py", "interval", "^2$"),
+    Rule("the deviation of one value is NaN, too", "ascent/runs/confidence_intervals.py", "interval", "^2$"),
     Rule("only a power cut shows the difference", old=r"^(file\.flush|os\.fsync)\("),
     Rule("balances ranks: speed alone", "ascent/distributed/ranks.py", "shares", line=r"load\[least\]"),
     Rule("room for later positions: memory alone", "ascent/inference/runners/packed_cpu_model.py", old=r"2 \* there"),

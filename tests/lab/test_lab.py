@@ -580,7 +580,7 @@ class Heard(GatedDisplay):
         super().__init__(gate)
         self.said: list[str] = []
 
-    def say(self, text: str) -> None:
+    def show_message(self, text: str) -> None:
         self.said.append(text)
 
 

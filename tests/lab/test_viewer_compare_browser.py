@@ -15,8 +15,8 @@ import pytest
 
 import ascent
 from ascent.lab.report.run_report import report_of
+from ascent.runs.confidence_intervals import mean_and_half_width
 from ascent.runs.run_list import RunEntry
-from ascent.runs.statistics import mean_and_half_width
 from ascent.runs.untrusted_files import read_lines
 from tests.browser import PATIENCE, Lab, Screen, chromium, serious, until
 

@@ -371,7 +371,7 @@ def test_a_conversation_shows_who_said_what(view: StepRange) -> None:
     page.wait_for_selector(".c-tokens .observed")
     first = page.locator(".c-tokens").first
     assert first.locator(".observed").all_text_contents() == ["user: ", "higher"]
-    heads = first.locator(".c-speech")
+    heads = first.locator(".c-message")
     assert [heads.nth(i).get_attribute("data-words") for i in range(heads.count())] == [
         "policy, turn 1, reward 0.25, A +0.500, answered in 0.5 s, 1 call",
         "tool, to turn 1",

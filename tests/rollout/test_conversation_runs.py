@@ -219,7 +219,7 @@ def test_steps_after_a_replayed_step_have_new_seeds(
 # ---- limits -------------------------------------------------------------------------------------------------------
 
 
-def drawn_tokens(row: dict[str, Any]) -> int:
+def sampled_tokens(row: dict[str, Any]) -> int:
     return sum(row["mask"]) if row.get("mask") else len(row["response"])
 
 
@@ -244,10 +244,10 @@ def test_token_limits_of_conversations_count_sampled_tokens(
     for row in rows:
         number = int(row["prompt_text"].split("+")[0].split()[-1])
         limit = 4 if number % 2 else 24
-        assert 0 < drawn_tokens(row) <= limit and len(row["response"]) <= context - 96, row
+        assert 0 < sampled_tokens(row) <= limit and len(row["response"]) <= context - 96, row
         assert row["truncated"] and row["status"] == "ok"
-        assert number % 2 == 0 or drawn_tokens(row) == 4 or context == 112
-    assert max(map(drawn_tokens, rows)) > 4
+        assert number % 2 == 0 or sampled_tokens(row) == 4 or context == 112
+    assert max(map(sampled_tokens, rows)) > 4
 
 
 @pytest.mark.parametrize("how", ["environment", "agent"])

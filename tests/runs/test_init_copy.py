@@ -100,7 +100,7 @@ def test_a_run_resumes_when_what_it_started_from_is_gone(
         settings["preset"] = "reward-model"
     ascent.train(task, out=tmp_path / "whole", **settings)
     stopped(monkeypatch, task, tmp_path / "again", 0, **settings)
-    kept = checkpoint.start_of(tmp_path / "again/checkpoints")
+    kept = checkpoint.initial_params_folder(tmp_path / "again/checkpoints")
     if case in ("no reference", "a critic", "a reward model") or task == "sort" or "at once" in case:
         assert kept is None, "nothing is kept that no resume needs"
     else:
@@ -135,17 +135,17 @@ def test_killed_before_its_first_checkpoint_a_run_still_starts_from_where_it_was
     assert ascent.resume(tmp_path / "again", Display()).status == "finished"
     one, two = (checkpoint.params(Run(tmp_path / name).checkpoint()) for name in ("whole", "again"))
     assert all(bool((one[name] == two[name]).all()) for name in one)
-    assert checkpoint.start_of(tmp_path / "again/checkpoints") is None
+    assert checkpoint.initial_params_folder(tmp_path / "again/checkpoints") is None
 
 
 def test_a_start_that_is_no_checkpoint_is_copied(tmp_path: Path) -> None:
     """Someone may write into such a folder; a checkpoint never changes."""
     (tmp_path / "params.safetensors").write_bytes(b"some")
-    checkpoint.keep_start(tmp_path, tmp_path / "checkpoints")
-    kept = checkpoint.start_of(tmp_path / "checkpoints")
+    checkpoint.keep_initial_params(tmp_path, tmp_path / "checkpoints")
+    kept = checkpoint.initial_params_folder(tmp_path / "checkpoints")
     assert kept is not None and not (kept / "params.safetensors").samefile(tmp_path / "params.safetensors")
     assert [path.name for path in kept.iterdir()] == ["params.safetensors"]
-    checkpoint.drop_start(tmp_path / "checkpoints")
+    checkpoint.remove_initial_params(tmp_path / "checkpoints")
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 

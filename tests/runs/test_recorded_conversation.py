@@ -31,7 +31,7 @@ def row_of(**more: Any) -> dict[str, Any]:
 
 def test_who_said_what_with_the_reward_and_the_seconds_of_each_turn() -> None:
     one, two, three = conversation(row_of())
-    assert (one.who, one.turn, one.text, one.reward, one.seconds, one.advantage) == (
+    assert (one.role, one.turn, one.text, one.reward, one.seconds, one.advantage) == (
         "policy",
         1,
         "call it",
@@ -39,22 +39,22 @@ def test_who_said_what_with_the_reward_and_the_seconds_of_each_turn() -> None:
         0.5,
         0.5,
     )
-    assert (two.who, two.turn, two.text, two.reward) == ("tool", 1, "42", None)
-    assert (three.who, three.turn, three.text, three.reward) == ("policy", 2, "so 42", 1.0)
+    assert (two.role, two.turn, two.text, two.reward) == ("tool", 1, "42", None)
+    assert (three.role, three.turn, three.text, three.reward) == ("policy", 2, "so 42", 1.0)
     assert ending(row_of(), [one, two, three]) == "a turn without a call; answered 42"
-    assert [said.who for said in conversation(row_of(reason="turn 2: found"))] == ["policy", "environment", "policy"]
+    assert [said.role for said in conversation(row_of(reason="turn 2: found"))] == ["policy", "environment", "policy"]
 
 
 def test_a_terminal_shows_it_as_one_in_colours_or_without() -> None:
-    speeches = conversation(row_of())
-    plain = conversation_lines(speeches, "over", colour=False)
+    messages = conversation(row_of())
+    plain = conversation_lines(messages, "over", colour=False)
     assert plain == [
         "  policy       call it  · turn 1, reward 0.25, A +0.500, answered in 0.5 s, 2 calls (1 unparsed)",
         "  tool         42",
         "  policy       so 42  · turn 2, reward 1, A +0.500",
         "  ended: over; 0.5 s of waiting",
     ]
-    bright = conversation_lines(speeches, "over", colour=True)
+    bright = conversation_lines(messages, "over", colour=True)
     assert bright[1] == "\x1b[35m  tool         42\x1b[0m" and "\x1b[2m· turn 2" in bright[2]
     shown = responses([row_of(correct=True)])
     assert "response 0: reward 1.25, 2 turns, right" in shown and plain[1] in shown

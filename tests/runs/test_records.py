@@ -26,6 +26,7 @@ from ascent.distributed.replica import REPLICA_LOG
 from ascent.processes.user_state import state_folder
 from ascent.runs import checkpoint, foreign_runs, metric_columns, parquet_reader, run_list
 from ascent.runs.alerts.metric_windows import StepBlock, WindowComparison, sums
+from ascent.runs.confidence_intervals import compare_over_seeds
 from ascent.runs.display.plots import OF_A_POLICY, OF_A_PROCESS_REWARD, OF_A_REWARD_MODEL, PAIRS, panels_of
 from ascent.runs.journal import Journal
 from ascent.runs.metric_columns import Columns, nonfinite_of
@@ -35,7 +36,6 @@ from ascent.runs.rollout_files import summary_rows
 from ascent.runs.run_folder import RunFolder
 from ascent.runs.run_reader import init_folder
 from ascent.runs.sharded_reader import read_parts
-from ascent.runs.statistics import compare_over_seeds
 from ascent.runs.untrusted_files import naming_file, read_lines, read_regular
 
 RUNS = Path(__file__).parents[1] / "data" / "runs"
@@ -190,7 +190,7 @@ def test_a_checkpoint_that_cannot_be_written_says_what_the_disk_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(FileNotFoundError, match=os.strerror(errno.ENOENT)):
-        checkpoint.write_whole(tmp_path / "a", {"no/such/folder": {"x": torch.zeros(1)}}, {}, {})
+        checkpoint.write_atomically(tmp_path / "a", {"no/such/folder": {"x": torch.zeros(1)}}, {}, {})
 
     def fail(words: str) -> None:
         def save(*_: Any) -> None:
@@ -201,7 +201,7 @@ def test_a_checkpoint_that_cannot_be_written_says_what_the_disk_said(
     for words, code in (("Error: Io(Os { code: 28, kind: StorageFull })", errno.ENOSPC), ("other", errno.EIO)):
         fail(words)
         with pytest.raises(OSError, match=os.strerror(code)) as error:
-            checkpoint.write_whole(tmp_path / "a", {"params": {"x": torch.zeros(1)}}, {}, {})
+            checkpoint.write_atomically(tmp_path / "a", {"params": {"x": torch.zeros(1)}}, {}, {})
         assert error.value.errno == code
     assert not (tmp_path / "a").exists()
 

@@ -106,7 +106,7 @@ def bits(run: Path) -> dict[str, Any]:
     for name in run_folder.JSONL_FILES:
         lines = read_lines(run / name)
         found[name] = [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
-    last = checkpoint.complete(run / "checkpoints")[-1]
+    last = checkpoint.complete_checkpoints(run / "checkpoints")[-1]
     for path in last.glob("*.safetensors"):
         found |= {
             f"{path.stem} {k}": v.flatten().view(torch.uint8).numpy().tobytes() for k, v in load_file(path).items()

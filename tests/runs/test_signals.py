@@ -181,7 +181,7 @@ def test_a_closed_terminal_is_not_written_to_any_more(number: int) -> None:
 
 def test_a_note_about_threads_is_shown_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Heard(Display):
-        def say(self, text: str) -> None:
+        def show_message(self, text: str) -> None:
             said.append((text, (tmp_path / "run").exists()))
 
     said: list[tuple[str, bool]] = []

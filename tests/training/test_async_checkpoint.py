@@ -113,14 +113,14 @@ def test_a_disk_that_fills_up_behind_the_run_ends_it_and_loses_nothing_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = ascent.train("lecture", out=tmp_path / "whole", **SETTINGS)
-    real = checkpoint.write_whole
+    real = checkpoint.write_atomically
 
     def full(final: Path, *more: Any) -> None:
         if final.name == "step_000004":
             raise OSError(28, "No space left on device")
         real(final, *more)
 
-    monkeypatch.setattr(checkpoint, "write_whole", full)
+    monkeypatch.setattr(checkpoint, "write_atomically", full)
     with pytest.raises(RunError, match="cannot be written: No space left on device"):
         ascent.train("lecture", out=tmp_path / "run", **SETTINGS)
     monkeypatch.undo()
@@ -153,7 +153,7 @@ def learner() -> Iterator[ShardedLearner]:
 
 def written(learner: ShardedLearner, folder: Path) -> Path:
     final = checkpoint.step_folder(folder, 7)
-    parts = learner.stage_parts(checkpoint.aside_of(final)) if learner.writes_shards else None
+    parts = learner.stage_parts(checkpoint.temporary_path(final)) if learner.writes_shards else None
     saved = {"step": 7, "state": {}, "records": {}}
     checkpoint.save(folder, 7, {"rng": {"x": torch.zeros(1)}}, saved, 2, None, parts)
     return final
@@ -173,7 +173,7 @@ def test_a_checkpoint_in_parts_is_read_as_one_that_was_gathered(learner: Sharded
         assert {t.dtype for t in found[group].values()} == {t.dtype for t in own.values()}
     assert all(torch.equal(value, gathered["params"][name]) for name, value in checkpoint.params(final).items())
     learner.restore(found)
-    checkpoint.keep_start(final, tmp_path / "other")
+    checkpoint.keep_initial_params(final, tmp_path / "other")
     assert checkpoint.params(tmp_path / "other" / "start").keys() == gathered["params"].keys()
 
 

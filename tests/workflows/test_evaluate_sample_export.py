@@ -23,9 +23,9 @@ from ascent.cli.main import main
 from ascent.core.errors import ConfigError, RunError
 from ascent.models import CausalLM, LanguageModel
 from ascent.rewards.tokenized_task import TokenizedTask
-from ascent.runs.display.terminal import Lines, printable
+from ascent.runs.confidence_intervals import mean_over_prompts, pass_at_k, powers_of_two, wilson
+from ascent.runs.display.terminal import LineDisplay, printable
 from ascent.runs.rollout_files import write_parquet
-from ascent.runs.statistics import mean_over_prompts, pass_at_k, powers_of_two, wilson
 from ascent.runs.untrusted_files import read_lines
 from ascent.tasks import Jsonl, ReasoningGym
 from ascent.workflows.evaluate import Evaluation, majority, results
@@ -508,7 +508,7 @@ def test_no_terminal_obeys_what_a_run_recorded(run: Run, ascent: Any, tmp_path: 
     for args in (("--step", "0"), ()):
         said = ascent("show", folder, *args)
         assert said.status == 0 and "\\x1b" in said.out and not {"\x1b", "\x9b", "\x07"} & set(said.out)
-    Lines().say("the reward failed on \x1b[31m")
+    LineDisplay().show_message("the reward failed on \x1b[31m")
     assert exit_status(lambda: (_ for _ in ()).throw(RunError("the response \x1b[2J"))) == 1
     said = capsys.readouterr()
     assert "\x1b" not in said.err and said.err.count("\\x1b") == 2
@@ -714,8 +714,8 @@ def test_memory_that_runs_out_is_told_with_what_to_lower(
 def conversation_row(*turns: tuple[str, float | None]) -> dict[str, Any]:
     """A response with these turns of the policy (note and seconds of waiting), and an answer to each."""
     blank = {"turn": 1, "text": "x", "tokens": 1}
-    said = [blank | {"who": "policy", "note": note, "seconds": seconds} for note, seconds in turns]
-    heard = [blank | {"who": "tool", "note": "calls=1", "seconds": 9.0}] * len(turns)
+    said = [blank | {"role": "policy", "note": note, "seconds": seconds} for note, seconds in turns]
+    heard = [blank | {"role": "tool", "note": "calls=1", "seconds": 9.0}] * len(turns)
     return {"truncated": False, "length": 3, "turns": [one for pair in zip(said, heard, strict=True) for one in pair]}
 
 

@@ -19,8 +19,8 @@ from ascent.build.trained_run import Run
 from ascent.cli import train as training
 from ascent.cli.main import main
 from ascent.core.errors import ConfigError
+from ascent.runs.confidence_intervals import mean_and_half_width, t_quantile
 from ascent.runs.run_folder import is_locked
-from ascent.runs.statistics import mean_and_half_width, t_quantile
 from ascent.settings import configure
 from ascent.workflows import seed_comparison as comparison
 from tests.processes import Forked, Here, ascent_process, wait_after, write_sigint

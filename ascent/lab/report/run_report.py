@@ -347,9 +347,9 @@ def _with_numbers(response: Row, largest: float) -> Row:
     known = [{n: v[i] for n, v in lists.items() if v[i] is not None} for i in range(len(pieces))]
     names = [name for name, *_ in WAYS if any(name in token for token in known)]
     both = list(zip(pieces, known, strict=True))
-    mask, speeches = response["row"].get("mask"), response["row"].get("speeches") or []
-    begins = accumulate((said["tokens"] for said in speeches), initial=0)
-    heads = {at: f"{said['who']}, {said['words']}" for at, said in zip(begins, speeches, strict=False)}
+    mask, messages = response["row"].get("mask"), response["row"].get("messages") or []
+    begins = accumulate((message["tokens"] for message in messages), initial=0)
+    heads = {at: f"{message['role']}, {message['description']}" for at, message in zip(begins, messages, strict=False)}
     return made | {
         "gap": " " if spaced else "",
         "rest": "".join(rest),

@@ -1,4 +1,4 @@
-"""What a notebook shows of runs: tables, curves and a live display. All words are escaped; there is no script."""
+"""Notebook output: tables, curves and a live display. All text is escaped, and there are no scripts."""
 
 import html
 import io
@@ -7,27 +7,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ascent.runs.display.terminal import Display, Lines, LiveDisplay, board, printable
+from ascent.runs.display.terminal import Display, LineDisplay, TerminalDisplay, metric_lines, printable
 from ascent.runs.metrics import short_name
 
-CURVES = ("reward", "eval/accuracy", "entropy", "completions/mean_length")
-"""The metrics that the live display draws, and the summary of a run."""
-SHOWN, WORDS, NOTES = 20, 400, 12
-"""Responses of a table, characters of each, and notes below the live display."""
-EVERY = 1.0
-"""Seconds between two drawings."""
+CURVE_METRICS = ("reward", "eval/accuracy", "entropy", "completions/mean_length")
+"""The metrics whose curves are drawn by the live display and the summary of a run."""
+MAX_RESPONSES, MAX_TEXT_LENGTH, MAX_MESSAGES = 20, 400, 12
+"""Maximum responses in a table, characters of each text, and messages below the live display."""
+UPDATE_INTERVAL = 1.0
+"""Minimum seconds between two updates of the completions."""
 
 
 class Picture:
-    """A figure that a notebook shows."""
+    """A figure as a PNG image, which a notebook displays."""
 
     def __init__(self, figure: Any):
         from matplotlib import pyplot
 
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="png", dpi=120)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=120)
         pyplot.close(figure)
-        self.png = drawn.getvalue()
+        self.png = buffer.getvalue()
 
     def _repr_png_(self) -> bytes:
         return self.png
@@ -38,18 +38,20 @@ class Picture:
 
 
 class Completions(list[dict[str, Any]]):
-    """Responses, one dictionary each: a list that shows well."""
+    """A list of responses, one dictionary each, which a notebook displays as a table."""
 
     def _repr_html_(self) -> str:
-        return responses_table(self[:SHOWN]) + (f"<p>… and {len(self) - SHOWN} more</p>" if len(self) > SHOWN else "")
+        return responses_table(self[:MAX_RESPONSES]) + (
+            f"<p>… and {len(self) - MAX_RESPONSES} more</p>" if len(self) > MAX_RESPONSES else ""
+        )
 
     def __repr__(self) -> str:
-        lines = [f"{_number(row.get('reward')):>8}  {_words(row, 'response')!r:.100}" for row in self[:SHOWN]]
+        lines = [f"{_number(row.get('reward')):>8}  {_words(row, 'response')!r:.100}" for row in self[:MAX_RESPONSES]]
         return "\n".join([f"{len(self)} responses", *lines])
 
 
 def responses_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Prompts and responses, with rewards and reasons where there are any."""
+    """Format prompts and responses, with rewards and reasons if any, as an HTML table."""
     if not any("reward" in row for row in rows):
         return html_table([("prompt", "response"), *((_words(row, "prompt"), _words(row, "response")) for row in rows)])
     head = ("prompt", "response", "reward", "why")
@@ -71,11 +73,11 @@ def _number(value: Any) -> str:
 
 def _words(row: Mapping[str, Any], name: str) -> str:
     text = row.get(f"{name}_text", row.get(name))
-    return printable(str(text))[:WORDS]
+    return printable(str(text))[:MAX_TEXT_LENGTH]
 
 
 def html_table(rows: Sequence[Sequence[str]]) -> str:
-    """The first row is the head."""
+    """Format rows as an HTML table. The first row is the header."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         style = "text-align:left;white-space:pre-wrap;vertical-align:top"
@@ -85,23 +87,25 @@ def html_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def run_html(folder: Any, info: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str:
-    """A run in a cell: what it is, how it ended, and its curves."""
+    """Format a run for a notebook cell: its description, result and curves."""
     result = info.get("result") if isinstance(info.get("result"), Mapping) else {}
     words = result.get("words") if isinstance(result, Mapping) else None
     rows = [(name, printable(str(info.get(name)))) for name in ("status", "task", "label", "seed", "step", "steps")]
-    said = "".join(f"<p>{html.escape(printable(str(word)))}</p>" for word in words or [] if isinstance(words, list))
+    sentences = "".join(
+        f"<p>{html.escape(printable(str(word)))}</p>" for word in words or [] if isinstance(words, list)
+    )
     table = html_table([("run", str(folder)), *rows])
-    return f"<div>{table}{said}{curves(metrics)}</div>"
+    return f"<div>{table}{sentences}{curves(metrics)}</div>"
 
 
 def curves(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Small curves of a few metrics, as SVG."""
-    drawn = []
-    for name in CURVES:
+    """Draw small curves of `CURVE_METRICS` as SVG."""
+    figures = []
+    for name in CURVE_METRICS:
         points = [(line["step"], line[name]) for line in lines if isinstance(line.get(name), int | float)]
         if points:
-            drawn.append(_curve(short_name(name), points))
-    return f'<div style="display:flex;flex-wrap:wrap;gap:16px">{"".join(drawn)}</div>'
+            figures.append(_curve(short_name(name), points))
+    return f'<div style="display:flex;flex-wrap:wrap;gap:16px">{"".join(figures)}</div>'
 
 
 def _curve(label: str, points: Sequence[tuple[float, float]], width: int = 220, height: int = 70) -> str:
@@ -120,16 +124,16 @@ def _curve(label: str, points: Sequence[tuple[float, float]], width: int = 220, 
     return f'<figure style="margin:0"><figcaption style="font-size:12px">{text}</figcaption>{picture}</figure>'
 
 
-class Live(Display):
-    """One display that is drawn again and again: progress, numbers, curves, the latest completions, and notes."""
+class NotebookDisplay(Display):
+    """A notebook output that is updated in place: progress, metrics, curves, the latest completions, and messages."""
 
     def __init__(self) -> None:
         self.title, self.total, self.done = "", 0, 0
         self.metrics: Mapping[str, Any] = {}
         self.lines: list[dict[str, Any]] = []
         self.rows: Sequence[Mapping[str, Any]] = ()
-        self.notes: list[str] = []
-        self.drawn = 0.0
+        self.messages: list[str] = []
+        self.updated_at = 0.0
         self.handle: Any = None
 
     def start(self, done: int, total: int, title: str) -> None:
@@ -138,17 +142,17 @@ class Live(Display):
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.done, self.metrics = step + 1, metrics
-        self.lines.append({"step": step, **{name: metrics.get(name) for name in CURVES}})
+        self.lines.append({"step": step, **{name: metrics.get(name) for name in CURVE_METRICS}})
         if step + 1 == self.total:
             self.draw()
 
     def responses(self, rows: Callable[[int], Sequence[Mapping[str, Any]]]) -> None:
-        if time.monotonic() - self.drawn > EVERY or self.done == self.total:
+        if time.monotonic() - self.updated_at > UPDATE_INTERVAL or self.done == self.total:
             self.rows = rows(1)[:4]
             self.draw()
 
-    def say(self, text: str) -> None:
-        self.notes.append(printable(text))
+    def show_message(self, text: str) -> None:
+        self.messages.append(printable(text))
         self.draw()
 
     def close(self) -> None:
@@ -158,25 +162,25 @@ class Live(Display):
         share = 100 * self.done / max(self.total, 1)
         bar = f'<progress value="{self.done}" max="{max(self.total, 1)}" style="width:300px">{share:.0f} %</progress>'
         head = f"<p><b>{html.escape(printable(self.title))}</b> {bar} {self.done} of {self.total} steps</p>"
-        numbers = html_table([("", ""), *board(self.metrics)]) if self.metrics else ""
-        notes = "".join(f"<pre>{html.escape(note)}</pre>" for note in self.notes[-NOTES:])
+        numbers = html_table([("", ""), *metric_lines(self.metrics)]) if self.metrics else ""
+        messages = "".join(f"<pre>{html.escape(text)}</pre>" for text in self.messages[-MAX_MESSAGES:])
         table = responses_table(self.rows) if self.rows else ""
-        return f"<div>{head}{curves(self.lines)}{numbers}{table}{notes}</div>"
+        return f"<div>{head}{curves(self.lines)}{numbers}{table}{messages}</div>"
 
     def draw(self) -> None:
         from IPython.display import HTML, display
 
-        self.drawn = time.monotonic()
-        shown = HTML(self.html())
+        self.updated_at = time.monotonic()
+        content = HTML(self.html())
         if self.handle is None:
-            self.handle = display(shown, display_id=True)
+            self.handle = display(content, display_id=True)
         else:
-            self.handle.update(shown)
+            self.handle.update(content)
 
 
-def for_stream() -> Display:
-    """A live display in a notebook, a board on a terminal, lines elsewhere."""
+def default_display() -> Display:
+    """Return a display for this process: for a notebook, for a terminal, or lines for a pipe."""
     ipython = sys.modules.get("IPython")
     if ipython is not None and hasattr(ipython.get_ipython(), "kernel"):
-        return Live()
-    return LiveDisplay() if sys.stderr.isatty() else Lines()
+        return NotebookDisplay()
+    return TerminalDisplay() if sys.stderr.isatty() else LineDisplay()

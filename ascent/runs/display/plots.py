@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ascent.core.metric_names import MISMATCH
+from ascent.runs.confidence_intervals import mean_and_half_width
 from ascent.runs.metrics import FRACTION_METRICS, chart_of, metric_title, series_label
 from ascent.runs.run_folder import unlinked
-from ascent.runs.statistics import mean_and_half_width
 
 PAIRS = ("rewards/accuracies", "eval/pairs/accuracy")
 GROUPS = ("frac_reward_zero_std", "frac_all_right")

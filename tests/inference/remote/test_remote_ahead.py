@@ -513,9 +513,9 @@ def test_a_damaged_entry_is_refused_with_its_name(tmp_path: Path, damage: str) -
     elif damage == "a file":
         (path / "state.json").unlink()
     else:
-        groups, saved = checkpoint.read_whole(path)
+        groups, saved = checkpoint.read_verified(path)
         odd = {"no batch": {"batch": None}, "another field": {"batch": {"more": 1}}, "words for numbers": {}}[damage]
-        checkpoint.write_whole(path, groups, saved | {"metrics": {"reward": "much"}} | odd, {"step": 3})
+        checkpoint.write_atomically(path, groups, saved | {"metrics": {"reward": "much"}} | odd, {"step": 3})
     with pytest.raises(ConfigError, match=r"journal/step_000003 is damaged.*remove it"):
         journal.first_new_step(3)
 

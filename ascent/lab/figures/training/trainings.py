@@ -33,7 +33,7 @@ from ascent.lab.figures.training.figure import config_of, run_folder, side_setti
 from ascent.processes.torch_variables import torch_variables
 from ascent.processes.user_state import lock_file
 from ascent.runs.display.plots import plot_runs
-from ascent.runs.display.terminal import Lines
+from ascent.runs.display.terminal import LineDisplay
 from ascent.runs.run_folder import write_json
 from ascent.runs.run_info import run_label
 from ascent.runs.untrusted_files import is_metrics_line, open_regular, parse_json, read_regular
@@ -206,7 +206,7 @@ def _process_start_time(pid: int) -> str | None:
 # ---- the process of a training --------------------------------------------------------------------------
 
 
-class GatedDisplay(Lines):
+class GatedDisplay(LineDisplay):
     """A display that makes the run wait after a step while the gate is closed."""
 
     def __init__(self, gate: Path):

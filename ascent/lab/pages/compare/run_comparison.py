@@ -16,10 +16,10 @@ from ascent.core.errors import ConfigError
 from ascent.core.menu import nearest
 from ascent.lab.curves import ALL_STEPS, DEFAULT_POINTS, ColumnCache, StepRange, measured_metrics
 from ascent.lab.pages.runs.page import run_row
+from ascent.runs.confidence_intervals import compare_over_seeds, t_quantile
 from ascent.runs.metric_columns import Columns, bucket_means, bucket_starts, bucket_width, numbers_or_none
 from ascent.runs.metrics import CHART_METRICS, COSTS, GREEDY, HEADLINES, chart_of, charts_with_data, evaluation_label
 from ascent.runs.run_list import RunEntry, find_run
-from ascent.runs.statistics import compare_over_seeds, t_quantile
 from ascent.runs.trust import DESCRIPTION
 from ascent.runs.untrusted_files import finite_number, read_object
 

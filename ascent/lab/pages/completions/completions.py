@@ -13,7 +13,7 @@ from typing import Any
 from ascent.core.errors import ConfigError
 from ascent.runs import rollout_files as recorded
 from ascent.runs.metric_columns import evenly
-from ascent.runs.recorded_conversation import OF_TURNS, conversation, drawn_tokens, turn_numbers, turn_words
+from ascent.runs.recorded_conversation import TURN_COLUMNS, conversation, describe_message, sampled_tokens, turn_numbers
 from ascent.runs.untrusted_files import FileCache, naming_file, read_object
 
 Row = dict[str, Any]
@@ -288,7 +288,7 @@ ABSENT = {
     "entropy": f"No entropy: no update saw these responses, {OLD}, or the engine does not know it",
     "ratio": "No ratio: no update saw these responses",
 }
-OF_ANSWERS = ("group", "sample", "response", "pieces", "logp_sampler", "mask", "turn", *OF_TURNS, "reason")
+OF_ANSWERS = ("group", "sample", "response", "pieces", "logp_sampler", "mask", "turn", *TURN_COLUMNS, "reason")
 """The columns of a greedy answer, whose only log-prob is the sampler's."""
 FOREIGN = "This run's files hold texts, rewards and advantages, and nothing about single tokens"
 
@@ -340,7 +340,7 @@ def of_row(row: Row, loss: Any) -> Row:
     made["pieces"] = pieces if whole else None
     made |= {name: None if values is None else [json_number(v) for v in values] for name, values in lists.items()}
     made |= {"ratio": None, "clipped": None, "sequence_ratio": None, "updates": len(updates)}
-    mask = drawn_tokens(row)
+    mask = sampled_tokens(row)
     if logp is not None and last is not None:
         moved = [now - old for now, old in zip(last, logp, strict=True)]
         made["ratio"] = [json_number(math.inf if log > 709 else math.exp(log)) for log in moved]
@@ -351,11 +351,12 @@ def of_row(row: Row, loss: Any) -> Row:
         return made
     if (turn := turn_numbers(row)) is not None:
         made["turn"] = turn
-        made["speeches"] = [
-            {"who": said.who, "tokens": said.tokens, "words": turn_words(said)} for said in conversation(row)
+        made["messages"] = [
+            {"role": message.role, "tokens": message.tokens, "description": describe_message(message)}
+            for message in conversation(row)
         ]
     for name, values in made.items():  # at observations there are no numbers: the policy did not write those tokens
-        if isinstance(values, list) and name not in ("ids", "pieces", "turn", "speeches"):
+        if isinstance(values, list) and name not in ("ids", "pieces", "turn", "messages"):
             made[name] = [value if acted else None for value, acted in zip(values, mask, strict=True)]
     return made | {"mask": mask}
 

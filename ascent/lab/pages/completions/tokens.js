@@ -102,14 +102,14 @@ function hits(pieces, q) {
   return found;
 }
 
-// Who speaks from which token on, and what the turn earned. The words are the style sheet's to show, so that nobody copies them.
+// The heading of each message (its role and its turn's reward), by its first token. The style sheet shows the text, so that it cannot be copied.
 function headsOf(row) {
   const heads = new Map();
   let at = 0;
-  for (const { who, tokens, words } of row.speeches ?? []) {
+  for (const { role, tokens, description } of row.messages ?? []) {
     const head = document.createElement("span");
-    head.className = `c-speech ${who}`;
-    head.dataset.words = `${who}, ${words}`;
+    head.className = `c-message ${role}`;
+    head.dataset.words = `${role}, ${description}`;
     heads.set(at, head);
     at += tokens;
   }
