@@ -255,7 +255,7 @@ def test_another_rank_cuts_its_shards_from_state_in_bfloat16(one_rank: RankGroup
     small = LanguageLearner(model_of(dtype=torch.bfloat16), Adam(lr=1e-2), True, GRPO.outputs, rounding=3)
     small.step(batch, GRPO.objective, Adam(lr=1e-2))
     sent: dict[str, Any] = {}
-    rank_0 = SimpleNamespace(work=nullcontext, tell=lambda *_: None, broadcast_groups=sent.update)
+    rank_0 = SimpleNamespace(failing_together=nullcontext, send_command=lambda *_: None, broadcast_groups=sent.update)
     RankZeroLearner(SimpleNamespace(params=sharded.params, restore=lambda _: None), rank_0).restore(small.state())
     sharded.restore(
         {group: {name: sharded.local_shard(group, name, t) for name, t in own.items()} for group, own in sent.items()}
