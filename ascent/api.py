@@ -45,7 +45,7 @@ from ascent.runs.trackers.tracker_threads import Trackers, check_trackers
 from ascent.runs.trust import record_run
 from ascent.runs.untrusted_files import naming_file
 from ascent.settings import PLAIN, check_run_length, config_from, configure
-from ascent.tasks.python_objects import about_objects, compare_objects, label_of, renamed
+from ascent.tasks.python_objects import describe_objects, compare_objects, object_label, renamed
 
 RESULT_METRICS = (
     "reward",
@@ -325,10 +325,10 @@ def _record_changed_objects(run: Run, folder: RunFolder, step: int) -> list[str]
     settings = renamed(read_settings(folder.path / "config.json", with_description=True), run.changed)
     was = dict(folder.run["objects"])
     notes = [
-        f"{label_of(old)}: another one from here on\n{compare_objects(old, new, was[old])}"
+        f"{object_label(old)}: another one from here on\n{compare_objects(old, new, was[old])}"
         for old, new in run.changed.items()
     ]
-    folder.run["objects"] = {run.changed.get(name, name): about for name, about in was.items()} | about_objects(
+    folder.run["objects"] = {run.changed.get(name, name): about for name, about in was.items()} | describe_objects(
         settings
     )
     folder.note("objects changed", step=step, objects=run.changed)

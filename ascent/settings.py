@@ -32,10 +32,10 @@ from ascent.models import POLICIES
 from ascent.models.causal_lm import lora_settings, register_model
 from ascent.tasks import TASKS
 from ascent.tasks.base import BaseTask
-from ascent.tasks.python_objects import find_object, label_of, name_class, names_in
-from ascent.tasks.reward_sources import name_rewards
-from ascent.tasks.text.python_rows import given_task, name_rows
-from ascent.tasks.tool_sources import PLAYED, name_played
+from ascent.tasks.python_objects import find_object, object_label, register_class, object_names
+from ascent.tasks.reward_sources import register_rewards
+from ascent.tasks.text.python_rows import task_from_object, register_rows
+from ascent.tasks.tool_sources import CALLABLE_SETTINGS, register_callables
 from ascent.tasks.user_files import load_python
 
 Settings = Mapping[str, Any]
@@ -264,12 +264,12 @@ def name_python_objects(layer: Settings) -> dict[str, Any]:
     """A layer whose objects have names: reward functions, rows, a model. `peft_config` becomes fields of the policy."""
     words = dict(layer)
     if "reward" in words:
-        words["reward"] = name_rewards(words["reward"])
-    for setting in PLAYED:
+        words["reward"] = register_rewards(words["reward"])
+    for setting in CALLABLE_SETTINGS:
         if setting in words:
-            words[setting] = name_played(setting, words[setting])
+            words[setting] = register_callables(setting, words[setting])
     if words.get("eval") is not None and not isinstance(words["eval"], str):
-        words["eval"] = name_rows("eval", words["eval"])
+        words["eval"] = register_rows("eval", words["eval"])
     if (config := words.pop("peft_config", None)) is not None:
         words |= lora_settings(config)
     tokenizer, model = words.pop("tokenizer", None), words.get("policy.model")
@@ -287,17 +287,17 @@ def names_of_objects(objects: Settings) -> list[str]:
     names: list[str] = []
     for setting, value in objects.items():
         if setting == "reward":
-            names += names_in(name_rewards(value))
+            names += object_names(register_rewards(value))
         elif setting in ("rows", "eval"):
-            names.append(name_rows(setting, value))
-        elif setting in PLAYED:
-            names += names_in([name_played(setting, value)])
+            names.append(register_rows(setting, value))
+        elif setting in CALLABLE_SETTINGS:
+            names += object_names([register_callables(setting, value)])
         elif setting == "task" or setting in CHOICES:
             cls = value if isinstance(value, type) else type(value)
-            name_class(setting, cls)
+            register_class(setting, cls)
             names.append(name_of(cls))
         else:
-            known = ["rows", "eval", "reward", *PLAYED, "task", *CHOICES]
+            known = ["rows", "eval", "reward", *CALLABLE_SETTINGS, "task", *CHOICES]
             raise ConfigError(
                 f"{setting}: no such object of a run. There are {', '.join(known)}.{nearest(setting, known)}"
             )
@@ -360,7 +360,7 @@ def _choose(axis: str, now: Any, layer: Settings, preset: Settings) -> Any:
         cls = named if isinstance(named, type) else type(named)
         _check_choice_class(axis, named, cls)
         if cls not in CHOICES[axis]:
-            name_class(axis, cls)
+            register_class(axis, cls)
         now = build(axis, named, _preset_fields(named, preset)) if isinstance(named, type) else named
     return _with_fields(axis, now, layer)
 
@@ -399,7 +399,7 @@ def find_task(task: Any, rewarded: bool = False) -> tuple[Any, Settings]:
     In config.json the two stand apart, as the task's name and its field `source`. `rewarded`: settings give rewards.
     """
     if not isinstance(task, str):
-        return given_task(task, rewarded)
+        return task_from_object(task, rewarded)
     if task.startswith("python:"):
         return _own_task(task), {}
     if task.startswith("object:"):
@@ -455,7 +455,7 @@ def spell(choice: Any, every: bool = False) -> str:
     values = {f.name: getattr(choice, f.name) for f in fields(choice) if every or getattr(choice, f.name) != f.default}
     shown = [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()]
     name = name_of(choice)
-    name = label_of(name) if name.startswith("object:") else name
+    name = object_label(name) if name.startswith("object:") else name
     return name + (f"({', '.join(shown)})" if shown else "")
 
 

@@ -74,7 +74,7 @@ def overhead(model: Path, folder: Path, calls: int) -> float:
     The two take turns, call by call, so that a busy machine slows down both.
     """
     import ascent
-    from ascent.rewards.grading import Grading
+    from ascent.rewards.grading import RewardManager
     from ascent.settings import configure
 
     (folder / "mine.py").write_text(REWARD)
@@ -85,7 +85,7 @@ def overhead(model: Path, folder: Path, calls: int) -> float:
     rewards = {"object": space["brevity"], "file": f"python:{folder / 'mine.py'}:brevity"}
     tasks = {name: configure(rows, {"reward": reward}).task for name, reward in rewards.items()}
     with ExitStack() as stack:
-        gradings = {name: stack.enter_context(closing(Grading(task))) for name, task in tasks.items()}
+        gradings = {name: stack.enter_context(closing(RewardManager(task))) for name, task in tasks.items()}
         problems = [(tasks["file"].train(i // 8), "response " * (i % 8)) for i in range(64)]
         for turn in range(calls + 1):
             for name in list(gradings)[:: 1 if turn % 2 else -1]:

@@ -47,7 +47,7 @@ from ascent.models import PerPosition, Policy, Transformer  # noqa: E402
 from ascent.models.small_policies import PerPositionPolicy, PerPositionValue, TransformerValue, ValueFunction  # noqa: E402
 from ascent.oracle.exact import EnumerableTask  # noqa: E402
 from ascent.rollout.small_policy_engine import SmallPolicyEngine  # noqa: E402
-from ascent.tasks.base import BoundBase  # noqa: E402
+from ascent.tasks.base import TaskWrapper  # noqa: E402
 from ascent.training.small_learner import SmallLearner  # noqa: E402
 from tests.browser import browser, chromium_of_session, lab  # noqa: E402, F401
 from tests.warm_python import warm_python  # noqa: E402, F401
@@ -55,7 +55,7 @@ from tests.warm_python import warm_python  # noqa: E402, F401
 for protocol in (Task, RolloutEngine, Learner, Records, BoundTask):  # Python 3.12 and later want it said of each
     runtime_checkable(protocol)
 for protocol in (Task, BoundTask, EnumerableTask):  # and see nothing of what a bound task hands through
-    protocol.register(BoundBase)  # type: ignore[attr-defined]
+    protocol.register(TaskWrapper)  # type: ignore[attr-defined]
 torch.set_num_threads(1)
 settings.register_profile("ascent", max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile("ascent")

@@ -11,7 +11,7 @@ import pytest
 
 from ascent.core.errors import RunError
 from ascent.processes import user_state
-from ascent.rewards.judge.judge_client import Answers
+from ascent.rewards.judge.judge_client import AnswerCache
 from ascent.server import lab_secret
 from ascent.workflows import ray_cluster
 
@@ -34,14 +34,14 @@ def test_a_lab_whose_secret_is_locked_starts_with_a_new_one(tmp_path: Path, monk
 
 
 def test_a_judges_cache_that_stays_locked_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
-    cache = Answers(tmp_path / "answers.jsonl")
+    cache = AnswerCache(tmp_path / "answers.jsonl")
     cache.put("a", {"text": "1"})
     with open(tmp_path / "answers.jsonl", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(RunError, match="another process has locked it"):
             cache.put("b", {"text": "2"})
     cache.put("b", {"text": "2"})
-    again = Answers(tmp_path / "answers.jsonl")
+    again = AnswerCache(tmp_path / "answers.jsonl")
     assert [again.get(key) for key in ("a", "b")] == [{"text": "1"}, {"text": "2"}]
 
 

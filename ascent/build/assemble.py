@@ -18,7 +18,7 @@ from ascent.distributed.ranks import SINGLE_PROCESS, Ranks
 from ascent.runs import checkpoint
 from ascent.runs.held_out_evaluation import Evaluate, KeepAnswers, offline_evaluator, sample_evaluator
 from ascent.runs.run_reader import init_folder
-from ascent.tasks.epochs import steps_of
+from ascent.tasks.epochs import steps_for_epochs
 
 
 @dataclass
@@ -107,5 +107,5 @@ def assemble(
         else backend.offline(config, model, streams.sampling)
     )
     if fresh and config.data_epochs is not None:
-        config = replace(config, steps=steps_of(config.data_epochs, config.prompts, task))
+        config = replace(config, steps=steps_for_epochs(config.data_epochs, config.prompts, task))
     return RunParts(config, backend, task, model, engine, learner, streams, notes, scored_evaluation)

@@ -51,7 +51,7 @@ from ascent.rewards.grading import rate_responses, self_test
 from ascent.rewards.tokenized_task import OfflineTextTask, TokenizedTask
 from ascent.rollout.conversation_task import bind_text_environment
 from ascent.sandbox.sandboxed_reward import check_isolation
-from ascent.tasks.reward_sources import FUNCTIONS
+from ascent.tasks.reward_sources import FUNCTION_KINDS
 from ascent.training.fsdp import ShardedLearner
 from ascent.training.language_learner import LanguageCritic, LanguageLearner, load_params
 from ascent.training.micro_batches import ACTIVATION_FRACTION, COMPACT_THRESHOLD, state_bytes, static_bytes
@@ -280,7 +280,7 @@ class LanguageBackend(Backend):
         return LEARNED[trains](lm, config, batch)
 
     def reward_sources(self, task: Any) -> list[str]:
-        return list(dict.fromkeys(entry.source for entry in task.rewards if entry.kind not in ("own", *FUNCTIONS)))
+        return list(dict.fromkeys(entry.source for entry in task.rewards if entry.kind not in ("own", *FUNCTION_KINDS)))
 
     def reward_placement(self, task: Any) -> tuple[str | None, int]:
         return task.reward_device, task.reward_batch

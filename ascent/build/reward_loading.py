@@ -16,7 +16,7 @@ from ascent.build.backends import backend_of
 from ascent.build.trained_run import Run
 from ascent.core.errors import ConfigError
 from ascent.core.preferences import margin_of
-from ascent.rewards.judge.judge_rewards import JudgeGrader
+from ascent.rewards.judge.judge_rewards import JudgeScorer
 from ascent.rewards.judge.judge_settings import read_judge
 from ascent.runs import checkpoint
 from ascent.runs.held_out_evaluation import Calibration, calibration, calibration_text, draw_calibration, offline_batch
@@ -82,7 +82,7 @@ def bind_task(backend: Backend, task: Any, model: Any, scores: bool = True) -> B
 def _reward(backend: Backend, task: Any, source: str) -> Any:
     kind, _, path = source.partition(":")
     if kind == "judge":
-        return JudgeGrader(path)
+        return JudgeScorer(path)
     load = load_reward_model if kind == "model" else load_process_reward
     model = load(path, *backend.reward_placement(task))
     other = backend_of(model.config)

@@ -23,7 +23,7 @@ from ascent.environments.episode_process import Source
 from ascent.environments.tool_chat import tool_instruction
 from ascent.environments.tools import Tools, load_tool, parse_tool_counts, schemas_of
 from ascent.processes.supervisor import Limits
-from ascent.rewards.grading import Grading
+from ascent.rewards.grading import RewardManager
 from ascent.rollout.conversation_task import make_environment_source
 from ascent.rollout.conversations import POLL_SECONDS, EnvironmentPool, problem_seed
 from ascent.runs.display.terminal import printable, wrapped
@@ -279,7 +279,7 @@ def observation_text(observation: Any) -> str:
 def grade(task: Any, problem: Problem, words: str) -> tuple[float, str]:
     """Return the reward of an answer and the reason. Judges and reward models are left out."""
     skipped = [reward.name for reward in task.rewards if reward.kind in ("judge", "model", "process")]
-    with closing(Grading(replace(task, reward_workers=1), partial=True)) as grading:
+    with closing(RewardManager(replace(task, reward_workers=1), partial=True)) as grading:
         (mark,) = grading([(problem, words)])
     if mark.error is not None:
         raise RunError(mark.error)

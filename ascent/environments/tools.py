@@ -30,7 +30,7 @@ from ascent.sandbox.sandbox import SandboxError
 from ascent.sandbox.sandboxed_reward import SandboxSettings
 from ascent.tasks.base import error_line
 from ascent.tasks.environment import Environment, Step
-from ascent.tasks.python_objects import PREFIX, find_object
+from ascent.tasks.python_objects import OBJECT_PREFIX, find_object
 from ascent.tasks.text.text_task import Message, Problem
 from ascent.tasks.user_files import load_python
 
@@ -205,7 +205,7 @@ def load_tool(source: str, flag: str = "--tools") -> Callable[..., Any]:
     """Return the function of a source."""
     if source in BUILT_IN:
         return BUILT_IN[source]
-    function = find_object(source, flag) if source.startswith(PREFIX) else load_python(flag, source)
+    function = find_object(source, flag) if source.startswith(OBJECT_PREFIX) else load_python(flag, source)
     if not callable(function):
         raise ConfigError(f"{flag} {source}: a tool has to be a function, and this is {type(function).__name__}")
     return function

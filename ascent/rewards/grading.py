@@ -13,14 +13,14 @@ from itertools import groupby
 from typing import Any
 
 from ascent.processes.reward_calls import RewardCall, RewardJob, compute_rewards, describe_error, new_event_loop
-from ascent.tasks.python_objects import pickled
-from ascent.tasks.reward_sources import FUNCTIONS, OWN, call_of, find_function
+from ascent.tasks.python_objects import pickle_object
+from ascent.tasks.reward_sources import FUNCTION_KINDS, OWN, resolve_reward_call, load_reward_function
 from ascent.tasks.reward_worker import RewardSpec
 from ascent.tasks.reward_worker_pool import Limits, PendingCall, RewardOutcome, RewardWorkerPool
 from ascent.tasks.text.answer_checking import on_one_line
 from ascent.tasks.text.text_task import Message, Problem, TextTask
 
-ResponseGrader = Callable[[Sequence[tuple[Problem, str]]], list[RewardOutcome]]
+ResponseScorer = Callable[[Sequence[tuple[Problem, str]]], list[RewardOutcome]]
 """A judge or a reward model: one outcome for each response to a problem, in order."""
 MOST_WORKERS = 16
 """Processes where one per core is asked for."""
@@ -30,25 +30,25 @@ _EXAMPLES = 3
 """Failures of each kind that a self-test describes."""
 Outcomes = dict[tuple[int, str], RewardOutcome]
 """By the number of the response and the source of the reward."""
-Early = dict[str, PendingCall]
+StartedRewards = dict[str, PendingCall]
 """What was begun for a response before the others were there, by the source of the reward."""
 
 
-class Grading:
+class RewardManager:
     """The rewards of a task, ready to be computed. `close` ends its processes.
 
     Its judges and reward models come from outside, by their source. A self-test is `partial`: it leaves out rewards
     whose grader it was not given, such as reward models, which know of no right response.
     """
 
-    def __init__(self, task: TextTask, graders: Mapping[str, ResponseGrader] | None = None, partial: bool = False):
+    def __init__(self, task: TextTask, graders: Mapping[str, ResponseScorer] | None = None, partial: bool = False):
         self.task, self.graders = task, dict(graders or {})
         cls = type(task)
         source = getattr(cls, "__ascent_source__", None) or f"{cls.__module__}:{cls.__qualname__}"
         settings = {f.name: getattr(task, f.name) for f in fields(task)}
-        functions = dict.fromkeys(reward.source for reward in task.rewards if reward.kind in FUNCTIONS)
-        self._calls = {name: call_of(name, sandbox=task.sandbox_settings) for name in functions}
-        loaded = {name: find_function(name) for name in functions if not name.startswith("sandbox:")}
+        functions = dict.fromkeys(reward.source for reward in task.rewards if reward.kind in FUNCTION_KINDS)
+        self._calls = {name: resolve_reward_call(name, sandbox=task.sandbox_settings) for name in functions}
+        loaded = {name: load_reward_function(name) for name in functions if not name.startswith("sandbox:")}
         here = [name for name, function in loaded.items() if getattr(function, "in_process", False)]
         self._here = {name: InProcess(self._calls[name], task.reward_seconds) for name in here}
         self._in_processes = {OWN: _grader(source, settings)}
@@ -66,7 +66,7 @@ class Grading:
         self._alone = [(i, name) for i, name in enumerate(self._in_processes) if name not in together]
         """What is computed in processes for each response by itself: graders by their number, and their sources."""
 
-    def begin(self, responses: Sequence[tuple[Problem, str]]) -> list[Early]:
+    def begin(self, responses: Sequence[tuple[Problem, str]]) -> list[StartedRewards]:
         """Let what is computed for each of these by itself be computed from now on, in the processes."""
         which = [
             (i, grader, source)
@@ -75,7 +75,7 @@ class Grading:
             if source != OWN or self._checks(problem)
         ]
         begun = self.pool.submit([[_job(grader, *responses[i])] for i, grader, _ in which])
-        early: list[Early] = [{} for _ in responses]
+        early: list[StartedRewards] = [{} for _ in responses]
         for (i, _, source), call in zip(which, begun, strict=True):
             early[i][source] = call
         return early
@@ -85,7 +85,7 @@ class Grading:
         return self._checked or problem.answer is not None
 
     def __call__(
-        self, responses: Sequence[tuple[Problem, str]], early: Sequence[Early | None] | None = None
+        self, responses: Sequence[tuple[Problem, str]], early: Sequence[StartedRewards | None] | None = None
     ) -> list[RewardOutcome]:
         """A mark for each problem and response, in their order. `early`: what was begun of each."""
         early = early or [None] * len(responses)
@@ -164,7 +164,7 @@ def _grader(source: str, settings: Mapping[str, Any] | None = None) -> RewardSpe
     """What a process needs for a reward: where its code is, or the code itself."""
     given = source.startswith("object:")
     return RewardSpec(
-        source, settings, sent=pickled(source, "reward" if settings is None else "task") if given else None
+        source, settings, sent=pickle_object(source, "reward" if settings is None else "task") if given else None
     )
 
 
@@ -241,7 +241,7 @@ class SelfTest:
         return [head, *self.failures]
 
 
-def self_test(task: TextTask, count: int = 16, judges: Mapping[str, ResponseGrader] | None = None) -> SelfTest:
+def self_test(task: TextTask, count: int = 16, judges: Mapping[str, ResponseScorer] | None = None) -> SelfTest:
     """The rewards on right, corrupted, empty and other problems' responses, in worker processes as in training."""
     size = 0 if all(reward.kind == "model" for reward in task.rewards) else task.size
     indices = range(count if size is None else min(count, size))
@@ -255,7 +255,7 @@ def self_test(task: TextTask, count: int = 16, judges: Mapping[str, ResponseGrad
         for p, gold, other in zip(problems, golds, others, strict=True)
         for response in dict.fromkeys(task.wrong(p, other if other != gold else None))
     ]
-    with closing(Grading(task, judges, partial=True)) as grading:
+    with closing(RewardManager(task, judges, partial=True)) as grading:
         marks = grading([*right, *wrong])
     good, bad = marks[: len(right)], marks[len(right) :]
     errors = [mark.error for mark in marks if mark.error is not None]
@@ -266,7 +266,7 @@ def self_test(task: TextTask, count: int = 16, judges: Mapping[str, ResponseGrad
     failures += [f"a corrupted response passes: {case}" for case in passed[:_EXAMPLES]]
     high, low = _mean(good), _mean(bad)
     boxed = task.sandbox_settings
-    functions = [call_of(reward.source, sandbox=boxed) for reward in task.rewards if reward.kind in FUNCTIONS]
+    functions = [resolve_reward_call(reward.source, sandbox=boxed) for reward in task.rewards if reward.kind in FUNCTION_KINDS]
     compares = len(functions) < len(task.rewards) or any(call.takes_answer for call in functions)
     if compares and right and wrong and not errors and not high > low:
         failures.append(

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ascent.core.errors import ConfigError
 from ascent.core.types import Prompts, Rollouts, Scores, Space
-from ascent.tasks.base import BoundBase, WrittenPrompt
-from ascent.tasks.epochs import Passes
+from ascent.tasks.base import TaskWrapper, ReadablePrompt
+from ascent.tasks.epochs import EpochSampler
 from ascent.tasks.scoring import offline_rollouts, offline_scores, pad_responses
 from ascent.tasks.small import sorting
 from ascent.tasks.user_files import read_jsonl, require_columns, split_held_out, steps_and_labels
@@ -36,7 +36,7 @@ OFFLINE = {
 """For each kind of offline data: the setting that names its file, the task's method that makes it, and the columns."""
 
 
-class BoundSmallTask(BoundBase):
+class BoundSmallTask(TaskWrapper):
     """A small task, with the reward models and process rewards that its rewards name, by source."""
 
     def __init__(self, task: Any, rewards: Mapping[str, Any] | None = None):
@@ -63,9 +63,9 @@ class BoundSmallTask(BoundBase):
     def piece(self, token: int) -> str:
         return str(token)
 
-    def question(self, prompts: Prompts | Rollouts, place: int) -> WrittenPrompt:
+    def question(self, prompts: Prompts | Rollouts, place: int) -> ReadablePrompt:
         ids = prompts.prompt[place].tolist()
-        return WrittenPrompt(self.text(ids), ids, ids)
+        return ReadablePrompt(self.text(ids), ids, ids)
 
     def vote(self, response: str, answer: Any) -> str:
         """The response itself."""
@@ -117,7 +117,7 @@ class SmallOfflineTask(BoundSmallTask):
                 f"the task {type(task).__name__.lower()} offers no {data} to learn from; sort does: ascent train sort"
             )
         self.file = read_examples(Path(file), task.space, data) if file else None
-        self.passes = Passes(len(self.file.train), lambda _: True) if self.file is not None else None
+        self.passes = EpochSampler(len(self.file.train), lambda _: True) if self.file is not None else None
 
     def step_prompts(self, step: int, count: int, seed: int, generator: torch.Generator) -> Prompts:
         if self.file is None or self.passes is None:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ascent.core.errors import ConfigError, RunError
 from ascent.core.types import Prompts, Rollouts, Scores, Space
-from ascent.rewards.grading import Early, Grading
+from ascent.rewards.grading import StartedRewards, RewardManager
 from ascent.tasks import scoring
-from ascent.tasks.base import BoundBase, WrittenPrompt
-from ascent.tasks.epochs import InOrder, Passes
+from ascent.tasks.base import TaskWrapper, ReadablePrompt
+from ascent.tasks.epochs import StreamSampler, EpochSampler
 from ascent.tasks.text.answer_checking import loose_answer, tidy, value_of, whole_number
-from ascent.tasks.text.python_rows import KEPT
+from ascent.tasks.text.python_rows import STREAM_BUFFER_SIZE
 from ascent.tasks.text.text_task import Message, Problem, TextTask
 
 PADDING = -1
@@ -60,7 +60,7 @@ class Encoder(Protocol):
         """One token as a person reads it, special ones too."""
 
 
-class TokenizedTask(BoundBase):
+class TokenizedTask(TaskWrapper):
     """A `TextTask` whose prompts and responses are tokens. Prompts are padded on the right with −1.
 
     What is drawn depends on the generator alone, and the prompts of a step on the seed and the step. `graders` are the
@@ -84,16 +84,16 @@ class TokenizedTask(BoundBase):
         """Hashes of the prompts that have too many tokens, or none."""
         self.opening: Callable[[Problem], str] | None = None
         """What an environment says before the first turn, where there is one."""
-        self.grading: Grading | None = None
-        self.early: dict[tuple[int, str], list[Early]] = {}
+        self.grading: RewardManager | None = None
+        self.early: dict[tuple[int, str], list[StartedRewards]] = {}
         """Rewards that are being computed already, by problem and response: those of equal responses in any order."""
 
     @cached_property
-    def passes(self) -> Passes | InOrder | None:
+    def passes(self) -> EpochSampler | StreamSampler | None:
         size = self.task.size
         if self.task.in_order:
-            return InOrder(lambda row: self._training_prompt(row) is not None)
-        return None if size is None else Passes(size, lambda row: self._training_prompt(row) is not None)
+            return StreamSampler(lambda row: self._training_prompt(row) is not None)
+        return None if size is None else EpochSampler(size, lambda row: self._training_prompt(row) is not None)
 
     def step_prompts(self, step: int, count: int, seed: int, generator: torch.Generator) -> Prompts:
         if self.passes is None:
@@ -128,7 +128,7 @@ class TokenizedTask(BoundBase):
         if not self.task.in_order:
             return 0, 2**62
         read = max(getattr(self.passes, "position", 0), 4 * count)
-        return max(0, read - KEPT), read
+        return max(0, read - STREAM_BUFFER_SIZE), read
 
     def _too_few(self, drawn: int, count: int) -> ConfigError:
         of = f"of the prompts that were drawn, {drawn} can be used, and a step needs {count}"
@@ -193,7 +193,7 @@ class TokenizedTask(BoundBase):
 
     def score_early(self, problems: list[int], responses: list[list[int]]) -> None:
         """Begin to score responses, each to the problem with this identity, that `score` will be given later."""
-        self.grading = self.grading or Grading(self.task, self.graders)
+        self.grading = self.grading or RewardManager(self.task, self.graders)
         if len(self.early) > _REMEMBERED:  # nobody asked for them
             self.early.clear()
         words = [self.words(np.asarray(ids)) for ids in responses]
@@ -201,7 +201,7 @@ class TokenizedTask(BoundBase):
         for identity, text, begun in zip(problems, words, self.grading.begin(pairs), strict=True):
             self.early.setdefault((identity, text), []).append(begun)
 
-    def _begun_early(self, rollouts: Rollouts, responses: list[tuple[Problem, str]]) -> list[Early | None] | None:
+    def _begun_early(self, rollouts: Rollouts, responses: list[tuple[Problem, str]]) -> list[StartedRewards | None] | None:
         """Of each response what was begun; None: nothing was."""
         if not self.early or rollouts.problem is None:
             return None
@@ -215,7 +215,7 @@ class TokenizedTask(BoundBase):
 
     def score(self, rollouts: Rollouts) -> Scores:
         shape = rollouts.mask.shape[:2]
-        self.grading = self.grading or Grading(self.task, self.graders)
+        self.grading = self.grading or RewardManager(self.task, self.graders)
         responses = self._responses(rollouts)
         marks = self.grading(responses, self._begun_early(rollouts, responses))
 
@@ -295,11 +295,11 @@ class TokenizedTask(BoundBase):
     def text(self, ids: list[int]) -> str:
         return self.encoder.decode([i for i in ids if i != PADDING])
 
-    def question(self, prompts: Prompts | Rollouts, place: int) -> WrittenPrompt:
+    def question(self, prompts: Prompts | Rollouts, place: int) -> ReadablePrompt:
         assert prompts.problem is not None, "prompts of a text task carry the identity of their problems"
         problem = self.problem(int(prompts.problem[place]))
         chat = self.messages(problem)
-        return WrittenPrompt(_words(chat), chat if len(chat) > 1 else chat[0]["content"], chat, problem.answer)
+        return ReadablePrompt(_words(chat), chat if len(chat) > 1 else chat[0]["content"], chat, problem.answer)
 
     def vote(self, response: str, answer: str | None) -> str:
         """The answer that a response gives, in one spelling: numbers by value, words without case, marks and spacing.

@@ -17,12 +17,12 @@ from ascent.environments.tools import TOOL_COUNT_NAMES, Tools, load_tool, parse_
 from ascent.processes.supervisor import Limits
 from ascent.rollout.conversations import TRUNCATED_PREFIX, TURN_LIMIT_PATTERN, ConversationFactory
 from ascent.sandbox.sandboxed_reward import SandboxSettings
-from ascent.tasks.base import BoundBase
-from ascent.tasks.python_objects import PREFIX, pickled
+from ascent.tasks.base import TaskWrapper
+from ascent.tasks.python_objects import OBJECT_PREFIX, pickle_object
 from ascent.tasks.text.text_task import TEXTARENA, Message, Problem
 
 
-class ConversationTask(BoundBase):
+class ConversationTask(TaskWrapper):
     """A bound task whose responses are conversations."""
 
     def __init__(self, task: Any, conversations: Any, is_text: bool):
@@ -177,7 +177,7 @@ def make_tools_source(
 ) -> Source:
     """Return where environment processes load the tools from: their files, or pickled functions."""
     schemas, format_name = list(chat.schemas), chat.format.name
-    if any(source.startswith(PREFIX) for source in sources):
+    if any(source.startswith(OBJECT_PREFIX) for source in sources):
         import cloudpickle
 
         make = functools.partial(Tools, functions, schemas, format_name, sandbox=tuple(sandbox))
@@ -191,4 +191,4 @@ def make_environment_source(source: str) -> Source:
     """Return where environment processes load an environment from: a textarena game, or the user's own."""
     if source.startswith(TEXTARENA):
         return Source("ascent.environments.textarena_games:TextarenaGame", {"game": source.removeprefix(TEXTARENA)})
-    return Source(source, {}, pickled(source, "environment") if source.startswith(PREFIX) else None)
+    return Source(source, {}, pickle_object(source, "environment") if source.startswith(OBJECT_PREFIX) else None)

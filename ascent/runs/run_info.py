@@ -15,7 +15,7 @@ from ascent.core.config import Config
 from ascent.core.menu import name_of
 from ascent.runs.trust import code_hashes
 from ascent.settings import row_label
-from ascent.tasks.python_objects import about_objects, label_of
+from ascent.tasks.python_objects import describe_objects, object_label
 
 RUN_FORMAT = 2
 """The format of config.json, checkpoints and the journal. A run of another format is not loaded or resumed."""
@@ -26,7 +26,7 @@ def task_name(config: Config) -> str:
     source = getattr(config.task, "source", "")
     name = name_of(config.task)
     name = Path(name.split(":")[1]).stem if name.startswith("python:") else name
-    name = label_of(name) if name.startswith("object:") else name
+    name = object_label(name) if name.startswith("object:") else name
     if source.startswith("object:"):
         return name
     return f"{name}:{Path(source).stem if '/' in source else source}" if source else name
@@ -57,7 +57,7 @@ def describe_run(config: Config, packages: Sequence[str]) -> dict[str, Any]:
         "data": config.data,
         "max_reward": config.task.max_reward,
         "code": code_hashes(config.to_dict()),
-        "objects": about_objects(config.to_dict()),
+        "objects": describe_objects(config.to_dict()),
         "versions": {"python": platform.python_version(), **{p: _version(p) for p in packages}},
         "machine": {
             "system": platform.system(),

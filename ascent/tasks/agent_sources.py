@@ -21,22 +21,22 @@ from urllib.parse import urlsplit
 from ascent.core.errors import ConfigError
 from ascent.core.menu import nearest
 from ascent.processes.reward_calls import RewardCallError
-from ascent.tasks.python_objects import PREFIX, find_object
+from ascent.tasks.python_objects import OBJECT_PREFIX, find_object
 from ascent.tasks.user_files import absolute_path, load_python
 
 KINDS = ("python", "command", "verifiers", "openenv")
 FORMS = "python:FILE:NAME, command:WORDS, verifiers:NAME or openenv:URL"
-GIVEN = ("base_url", "key", "problem", "messages", "seed", "seconds")
+AGENT_ARGUMENTS = ("base_url", "key", "problem", "messages", "seed", "seconds")
 """What an agent's function may ask for by name; one with other names gets the first three by place."""
 FUNCTION_FORM = "an agent is a function, f(base_url, key, problem), async or not"
-ASKING = 5.0
+SERVER_PROBE_SECONDS = 5.0
 """Seconds that a server of OpenEnv has to say that it is there."""
 
 
 def agent_source(text: str) -> str:
     """The setting with whole paths, so that a run can be resumed from any folder; refused if it is of no kind."""
     kind, colon, where = text.partition(":")
-    if text.startswith(PREFIX):
+    if text.startswith(OBJECT_PREFIX):
         return text
     if kind in KINDS and not where.strip():
         raise ConfigError(f"--agent {text}: nothing follows {kind}{colon}. An agent is {FORMS}")
@@ -67,8 +67,8 @@ def verify_agent(source: str) -> None:
     kind, _, where = source.partition(":")
     if kind in ("python", "object"):
         try:
-            given = source.startswith(PREFIX)
-            read_signature(find_object(source, "agent") if given else load_python("--agent", source))
+            given = source.startswith(OBJECT_PREFIX)
+            read_agent_signature(find_object(source, "agent") if given else load_python("--agent", source))
         except RewardCallError as error:
             raise ConfigError(f"--agent {source}: {error}") from None
     elif kind == "command":
@@ -102,7 +102,7 @@ def _verify_server(source: str, url: str) -> None:
     import urllib.request
 
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/schema", timeout=ASKING) as answer:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/schema", timeout=SERVER_PROBE_SECONDS) as answer:
             answer.read(1)
     except (OSError, ValueError) as error:
         reason = f"HTTP {error.code}" if isinstance(error, urllib.error.HTTPError) else str(error)
@@ -114,7 +114,7 @@ def _verify_server(source: str, url: str) -> None:
 # ---- how a function is called -------------------------------------------------------------------------
 
 
-class Signature(NamedTuple):
+class AgentSignature(NamedTuple):
     """How an agent's function is called."""
 
     function: Callable[..., Any]
@@ -123,11 +123,11 @@ class Signature(NamedTuple):
 
     def __call__(self, **given: Any) -> Any:
         if self.names is None:
-            return self.function(*(given[name] for name in GIVEN[:3]))
+            return self.function(*(given[name] for name in AGENT_ARGUMENTS[:3]))
         return self.function(**{name: given[name] for name in self.names})
 
 
-def read_signature(function: Any) -> Signature:
+def read_agent_signature(function: Any) -> AgentSignature:
     """By its parameters; refused if they cannot be those of an agent."""
     if not callable(function) or isinstance(function, type):
         raise RewardCallError(f"it is a {type(function).__name__}, and {FUNCTION_FORM}")
@@ -139,17 +139,17 @@ def read_signature(function: Any) -> Signature:
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [p for p in parameters if p.default is p.empty and p.kind not in variable]
     named = [p.name for p in parameters if p.kind not in (*variable, inspect.Parameter.POSITIONAL_ONLY)]
-    if all(p.name in GIVEN and p.kind is not p.POSITIONAL_ONLY for p in needed):
-        more = GIVEN if any(p.kind is p.VAR_KEYWORD for p in parameters) else ()
-        names = tuple(name for name in GIVEN if name in named or name in more)
+    if all(p.name in AGENT_ARGUMENTS and p.kind is not p.POSITIONAL_ONLY for p in needed):
+        more = AGENT_ARGUMENTS if any(p.kind is p.VAR_KEYWORD for p in parameters) else ()
+        names = tuple(name for name in AGENT_ARGUMENTS if name in named or name in more)
         if names:
-            return Signature(function, names)
+            return AgentSignature(function, names)
     places = sum(p.kind in by_place for p in parameters)
     if all(p.kind in by_place for p in needed) and len(needed) <= 3 <= places:
-        return Signature(function, None)
+        return AgentSignature(function, None)
     if any(p.kind is p.VAR_POSITIONAL for p in parameters) and not needed:
-        return Signature(function, None)
+        return AgentSignature(function, None)
     raise RewardCallError(
         f"it takes ({', '.join(map(str, parameters))}), and {FUNCTION_FORM}; by name it may ask for any of "
-        f"{', '.join(GIVEN)}"
+        f"{', '.join(AGENT_ARGUMENTS)}"
     )

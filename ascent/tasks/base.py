@@ -79,7 +79,7 @@ class SmallTask(BaseTask):
     kind = "small"
 
 
-class BoundBase:
+class TaskWrapper:
     """A task that is bound to a policy: whatever its class does not define is the task's own."""
 
     task: Any
@@ -90,7 +90,7 @@ class BoundBase:
         return getattr(self.task, name)
 
 
-class WrittenPrompt(NamedTuple):
+class ReadablePrompt(NamedTuple):
     """A prompt for people and for files."""
 
     words: str

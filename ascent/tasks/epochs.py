@@ -9,11 +9,11 @@ import torch
 
 from ascent.core.errors import ConfigError
 
-BARREN = 10_000
+MAX_UNUSABLE_ROWS = 10_000
 """Rows of a stream in a row that may be unusable before a step goes without."""
 
 
-class Passes:
+class EpochSampler:
     """Which rows each step takes, and how many passes there have been by then: the metric `epoch`.
 
     Both depend on the seed, the prompts per step and the step alone. So a checkpoint needs nothing but its step, and
@@ -74,7 +74,7 @@ class Passes:
         return sorted(order, key=lambda row: row not in first)
 
 
-class InOrder:
+class StreamSampler:
     """Rows of a stream: each step takes the next ones that are usable. There is no end, and no order of its own."""
 
     def __init__(self, usable: Callable[[int], bool]):
@@ -93,7 +93,7 @@ class InOrder:
         rows: list[int] = []
         while self._step <= step:
             rows, barren = [], 0
-            while len(rows) < count and barren < BARREN:
+            while len(rows) < count and barren < MAX_UNUSABLE_ROWS:
                 usable = self.usable(self.position)
                 rows += [self.position] if usable else []
                 barren = 0 if usable else barren + 1
@@ -105,7 +105,7 @@ class InOrder:
         raise ConfigError(f"--data-epochs {passes:g}: nobody knows the length of a stream. Set --steps")
 
 
-def steps_of(passes: float, prompts: int, task: Any) -> int:
+def steps_for_epochs(passes: float, prompts: int, task: Any) -> int:
     """Steps that go through the rows of a task this often. Rows that are left out are not counted."""
     if task.passes is None:
         raise ConfigError(

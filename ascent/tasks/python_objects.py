@@ -25,46 +25,46 @@ from typing import Any
 from ascent.core.errors import ConfigError
 from ascent.tasks.base import error_line
 
-KNOWN: dict[str, Any] = {}
+OBJECTS: dict[str, Any] = {}
 """The objects of this process, by their names."""
-ABOUT: dict[str, dict[str, Any]] = {}
+OBJECT_DESCRIPTIONS: dict[str, dict[str, Any]] = {}
 """What is written down of each."""
-PREFIX = "object:"
-SHOWN = 20_000
+OBJECT_PREFIX = "object:"
+MAX_SOURCE_CHARACTERS = 20_000
 """Characters of a source text that are written down."""
 
 
-def name_object(setting: str, value: Any, about: dict[str, Any] | None = None) -> str:
+def register_object(setting: str, value: Any, about: dict[str, Any] | None = None) -> str:
     """The name of an object, under which it is known from here on. `setting`: what it was given as."""
     described = {"setting": setting, **(about or describe(value))}
     label = described["name"].rpartition(".")[2].strip("<>")
-    name = f"{PREFIX}{label}@{described['hash'][:12]}"
-    KNOWN[name] = value
-    ABOUT[name] = described
+    name = f"{OBJECT_PREFIX}{label}@{described['hash'][:12]}"
+    OBJECTS[name] = value
+    OBJECT_DESCRIPTIONS[name] = described
     return name
 
 
 def find_object(name: str, flag: str) -> Any:
-    if name not in KNOWN:
+    if name not in OBJECTS:
         raise ConfigError(
-            f"{flag} {label_of(name)}: it was given in Python, and this process does not have it. Give it again: "
+            f"{flag} {object_label(name)}: it was given in Python, and this process does not have it. Give it again: "
             f"ascent.resume(folder, {flag.removeprefix('--').lower()}=…), or ascent.load with the same"
         )
-    return KNOWN[name]
+    return OBJECTS[name]
 
 
-def label_of(name: str) -> str:
+def object_label(name: str) -> str:
     """object:brevity@1f2e -> brevity."""
-    return name.removeprefix(PREFIX).rpartition("@")[0]
+    return name.removeprefix(OBJECT_PREFIX).rpartition("@")[0]
 
 
-def name_class(setting: str, cls: type) -> None:
+def register_class(setting: str, cls: type) -> None:
     """Name a user's own class, by which its instances are written down."""
     if "__ascent_source__" not in vars(cls):
-        cls.__ascent_source__ = name_object(setting, cls)  # type: ignore[attr-defined]
+        cls.__ascent_source__ = register_object(setting, cls)  # type: ignore[attr-defined]
 
 
-def pickled(name: str, flag: str) -> bytes:
+def pickle_object(name: str, flag: str) -> bytes:
     """An object as a grading process gets it; refused with what to do if it cannot be sent."""
     import cloudpickle
 
@@ -72,10 +72,10 @@ def pickled(name: str, flag: str) -> bytes:
     try:
         return cloudpickle.dumps(value)
     except Exception as error:
-        holds = ABOUT[name].get("holds") or {}
+        holds = OBJECT_DESCRIPTIONS[name].get("holds") or {}
         held = f" It holds {', '.join(f'{k} ({v})' for k, v in holds.items())}." if holds else ""
         raise ConfigError(
-            f"{flag} {label_of(name)} cannot be sent to the processes that compute rewards: {error_line(error)}.{held} "
+            f"{flag} {object_label(name)} cannot be sent to the processes that compute rewards: {error_line(error)}.{held} "
             "Make what cannot be sent inside the function, or let it run in this process: "
             "ascent.Reward(function, in_process=True)"
         ) from None
@@ -84,20 +84,20 @@ def pickled(name: str, flag: str) -> bytes:
 # ---- objects of a run ---------------------------------------------------------------------------------------
 
 
-def names_in(settings: Any) -> Iterator[str]:
+def object_names(settings: Any) -> Iterator[str]:
     """The names of objects anywhere in settings, also with a weight before them."""
     if isinstance(settings, Mapping):
         settings = list(settings.values())
     if isinstance(settings, list | tuple):
         for value in settings:
-            yield from names_in(value)
+            yield from object_names(value)
     elif isinstance(settings, str) and (found := re.fullmatch(r"(?:[^:]*\*)?(object:.+)", settings)):
         yield found[1]
 
 
-def about_objects(settings: Any) -> dict[str, dict[str, Any]]:
+def describe_objects(settings: Any) -> dict[str, dict[str, Any]]:
     """What to write down of the objects that settings name."""
-    return {name: ABOUT[name] for name in dict.fromkeys(names_in(settings)) if name in ABOUT}
+    return {name: OBJECT_DESCRIPTIONS[name] for name in dict.fromkeys(object_names(settings)) if name in OBJECT_DESCRIPTIONS}
 
 
 def match_objects(recorded: Mapping[str, Any], given: Sequence[str], anyway: bool) -> dict[str, str]:
@@ -109,13 +109,13 @@ def match_objects(recorded: Mapping[str, Any], given: Sequence[str], anyway: boo
     left = [name for name in given if name not in recorded]
     about = {name: was for name, was in recorded.items() if isinstance(was, Mapping)}
     for name, was in about.items():
-        setting, label = was.get("setting"), label_of(name)
-        others = [other for other in left if ABOUT[other]["setting"] == setting]
-        others = [other for other in others if label_of(other) == label] or others
-        if name in given or (name in KNOWN and not others):
+        setting, label = was.get("setting"), object_label(name)
+        others = [other for other in left if OBJECT_DESCRIPTIONS[other]["setting"] == setting]
+        others = [other for other in others if object_label(other) == label] or others
+        if name in given or (name in OBJECTS and not others):
             continue
         if not others:
-            asked = ", ".join(f"{about[n].get('setting')}={label_of(n)}" for n in about if n not in KNOWN)
+            asked = ", ".join(f"{about[n].get('setting')}={object_label(n)}" for n in about if n not in OBJECTS)
             raise ConfigError(
                 f"this run was made with objects of Python, which are not in its folder. Give them again: {asked}"
             )
@@ -143,7 +143,7 @@ def renamed(settings: Any, names: Mapping[str, str]) -> Any:
 
 def compare_objects(old: str, new: str, was: Mapping[str, Any]) -> str:
     """How an object differs from the one that was written down, line by line."""
-    label, now = label_of(old), ABOUT[new]
+    label, now = object_label(old), OBJECT_DESCRIPTIONS[new]
     lines = difflib.unified_diff(
         str(was.get("source") or "").splitlines(),
         str(now.get("source") or "").splitlines(),
@@ -174,7 +174,7 @@ def describe(value: Any) -> dict[str, Any]:
     name = f"{kind.__module__}.{kind.__qualname__}".replace("<locals>.", "")
     return {
         "name": name,
-        "source": (_source(kind) or "")[:SHOWN] or None,
+        "source": (_source(kind) or "")[:MAX_SOURCE_CHARACTERS] or None,
         "holds": {key: _short(held) for key, held in _held(inner).items()},
         "hash": hashlib.sha256(json.dumps(_identity(value, set()), sort_keys=True).encode()).hexdigest(),
     }

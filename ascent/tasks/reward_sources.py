@@ -22,11 +22,11 @@ from ascent.core.errors import ConfigError
 from ascent.core.menu import nearest
 from ascent.processes.reward_calls import RewardCall, RewardCallError, parse_reward_signature
 from ascent.sandbox.sandboxed_reward import SandboxSettings, describe_sandboxed
-from ascent.tasks.python_objects import find_object, label_of, name_object
+from ascent.tasks.python_objects import find_object, object_label, register_object
 from ascent.tasks.user_files import absolute_path, load_python
 
-OWN, FUNCTIONS = "own", ("python", "object", "sandbox")
-FORMS = (r"(python|sandbox):.+:[^:/]+", r"object:.+@[0-9a-f]+", r"judge:.+", r"model:.+", r"process(-score)?:.+")
+OWN, FUNCTION_KINDS = "own", ("python", "object", "sandbox")
+SOURCE_PATTERNS = (r"(python|sandbox):.+:[^:/]+", r"object:.+@[0-9a-f]+", r"judge:.+", r"model:.+", r"process(-score)?:.+")
 _PROCESS = ("process reward", "step-value", "process-reward")
 LEARNED = {"model": ("reward model", "bradley-terry", "reward-model"), "process": _PROCESS, "process-score": _PROCESS}
 """Of each kind of learned reward: what it is, the loss of its run, and the command that makes one."""
@@ -55,7 +55,7 @@ class RewardSource:
             file = Path(self.source.removeprefix("sandbox:").rsplit(":", 1)[0])
             if not file.is_file():
                 raise ConfigError(f"--reward {self.source}: there is no file {file}")
-        elif self.kind in FUNCTIONS and not callable(find_function(self.source)):
+        elif self.kind in FUNCTION_KINDS and not callable(load_reward_function(self.source)):
             raise ConfigError(f"--reward {self.source}: a reward is a function, f(prompt, response, answer, **columns)")
         if self.kind not in LEARNED:
             return
@@ -73,27 +73,27 @@ class RewardSource:
             raise ConfigError(f"--reward {self.source}: {run} has no checkpoint yet, so there is no {what} to load")
 
 
-def find_function(source: str) -> Any:
+def load_reward_function(source: str) -> Any:
     """The function of python:FILE:NAME, or the one that was given in Python."""
     return load_python("--reward", source) if source.startswith("python:") else find_object(source, "reward")
 
 
-def call_of(source: str, columns: Collection[str] | None = None, sandbox: SandboxSettings | None = None) -> RewardCall:
+def resolve_reward_call(source: str, columns: Collection[str] | None = None, sandbox: SandboxSettings | None = None) -> RewardCall:
     """How a reward function is called; refused if its signature does not say, or asks for other `columns`."""
     try:
         if source.startswith("sandbox:"):
             call = describe_sandboxed(source, sandbox or SandboxSettings())
         else:
-            call = parse_reward_signature(find_function(source))
+            call = parse_reward_signature(load_reward_function(source))
         if columns is not None:
             call.check_columns(columns)
     except RewardCallError as error:
-        name = label_of(source) if source.startswith("object:") else source
+        name = object_label(source) if source.startswith("object:") else source
         raise ConfigError(f"reward {name}: {error}") from None
     return call
 
 
-def name_rewards(value: Any) -> Any:
+def register_rewards(value: Any) -> Any:
     """Rewards as settings have them: functions by their names, (0.2, function) as 0.2*NAME. Text stays as it is."""
     weighed = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], int | float)
     entries = list(value) if isinstance(value, list | tuple) and not weighed else [value]
@@ -111,14 +111,14 @@ def _name_reward(entry: Any) -> str:
         raise ConfigError(
             f"reward {entry!r:.60}: a reward is a function, a name such as own or judge:FILE, or (weight, reward)"
         )
-    return name_object("reward", entry)
+    return register_object("reward", entry)
 
 
 def _split(entry: str, own: Collection[str]) -> tuple[float, str]:
     """0.5*python:f.py:g -> 0.5, python:f.py:g. `own`: the names of the task's own rewards."""
     weighed = re.fullmatch(r"\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*\*\s*(.+)", entry)
     weight, source = (float(weighed[1]), weighed[2].strip()) if weighed else (1.0, entry.strip())
-    if not (source in own or any(re.fullmatch(form, source) for form in FORMS)) or not math.isfinite(weight):
+    if not (source in own or any(re.fullmatch(form, source) for form in SOURCE_PATTERNS)) or not math.isfinite(weight):
         raise ConfigError(
             (
                 f"--reward {entry}: no such reward; a reward is {', '.join(f'`{name}`' for name in own)}, "
@@ -150,7 +150,7 @@ def parse_rewards(entries: Sequence[str], own: Collection[str] = (OWN,)) -> tupl
     for entry in entries or (OWN,):
         weight, source = _split(entry, own)
         name = source.rsplit(":", 1)[-1] if source.startswith(("python:", "sandbox:")) else source.partition(":")[0]
-        name = label_of(source) if source.startswith("object:") else name
+        name = object_label(source) if source.startswith("object:") else name
         names[name] += 1
         parts.append(RewardSource(name if names[name] == 1 else f"{name}-{names[name]}", source, weight))
     return tuple(parts)

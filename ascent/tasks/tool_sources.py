@@ -8,10 +8,10 @@ from typing import Any
 
 from ascent.core.errors import ConfigError
 from ascent.core.menu import nearest
-from ascent.tasks.python_objects import PREFIX, name_object
+from ascent.tasks.python_objects import OBJECT_PREFIX, register_object
 from ascent.tasks.user_files import absolute_path
 
-PLAYED = {
+CALLABLE_SETTINGS = {
     "environment": "an environment is a class, which each episode makes",
     "tools": "a tool is a function",
     "agent": "an agent is a function, f(base_url, key, problem)",
@@ -33,7 +33,7 @@ def tool_sources(entries: Sequence[str], flag: str = "--tools") -> tuple[str, ..
             path, name = entry.removeprefix("python:").rsplit(":", 1)
             file = f"python:{absolute_path(path)}"
             sources.append(f"{file}:{name}")
-        elif entry in BUILT_IN_TOOLS or entry.startswith(PREFIX):
+        elif entry in BUILT_IN_TOOLS or entry.startswith(OBJECT_PREFIX):
             sources.append(entry)
         elif file and entry.isidentifier():
             sources.append(f"{file}:{entry}")
@@ -45,7 +45,7 @@ def tool_sources(entries: Sequence[str], flag: str = "--tools") -> tuple[str, ..
     return tuple(sources)
 
 
-def name_played(setting: str, value: Any) -> Any:
+def register_callables(setting: str, value: Any) -> Any:
     """Tools, an environment or an agent as settings have them: functions and classes by name. Text stays as it is."""
     if value is None or isinstance(value, str):
         return value or ""
@@ -57,8 +57,8 @@ def name_played(setting: str, value: Any) -> Any:
 
 def _name(setting: str, value: Any) -> str:
     if not callable(value):
-        raise ConfigError(f"{setting} {value!r:.60}: {PLAYED[setting]}")
-    return name_object(setting, value)
+        raise ConfigError(f"{setting} {value!r:.60}: {CALLABLE_SETTINGS[setting]}")
+    return register_object(setting, value)
 
 
 def check_game(name: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from ascent.core.errors import ConfigError, RunError
 from ascent.rewards.judge import judge_client, judge_rewards, pattern_search
 from ascent.rewards.judge.judge_client import JudgeClient
-from ascent.rewards.judge.judge_rewards import Scored, score_responses
+from ascent.rewards.judge.judge_rewards import JudgeScore, score_responses
 from ascent.rewards.judge.judge_settings import Judge
 from benchmarks.attacks.attempt import Attack
 
@@ -89,9 +89,9 @@ def neighbour_unharmed(
     def attempt(folder: Path) -> str | None:
         began = time.monotonic()
         with scored_evaluation(folder, Server(reply, status), **settings) as (bad, good):
-            if not isinstance(good, Scored):
+            if not isinstance(good, JudgeScore):
                 return f"the question beside it has no score: {type(good).__name__}"
-            if isinstance(bad, Scored):
+            if isinstance(bad, JudgeScore):
                 return "it counts as a score"
         took = time.monotonic() - began
         return f"it took {took:.0f} s" if took > seconds else None
@@ -134,7 +134,7 @@ def quadratic_pattern() -> None:
 
 
 def search_here() -> None:
-    pattern_search.Searches.last_match = lambda _, pattern, text, __: pattern_search.last_match(pattern, text)  # type: ignore
+    pattern_search.PatternSearcher.last_match = lambda _, pattern, text, __: pattern_search.last_match(pattern, text)  # type: ignore
 
 
 class Deep(Exception):

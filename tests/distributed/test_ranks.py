@@ -37,7 +37,7 @@ from ascent.models.packed_attention import packed_attention_enabled
 from ascent.rollout.rank_leader import RankZeroLearner
 from ascent.runs.display.terminal import Display
 from ascent.settings import config_from, configure
-from ascent.tasks.base import BoundBase
+from ascent.tasks.base import TaskWrapper
 from ascent.training import fsdp
 from ascent.training.fsdp import ShardedLearner
 from ascent.training.language_learner import LanguageLearner
@@ -594,7 +594,7 @@ def test_a_reward_model_is_loaded_by_rank_0_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"loss": {"name": "bradley-terry"}}')  # as of a run
     (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
     config = configure("sort", {"reward": ("positions", f"0.5*model:{tmp_path}")})
-    assert isinstance(assemble(config, ranks=Second()).task, BoundBase)
+    assert isinstance(assemble(config, ranks=Second()).task, TaskWrapper)
     with pytest.raises(ConfigError, match=str(tmp_path)):
         assemble(config)
 

@@ -30,7 +30,7 @@ from ascent.environments.agents.openenv_agent import describe_action, read_actio
 from ascent.processes.reward_calls import RewardCallError
 from ascent.processes.supervisor import Limits
 from ascent.rollout.agents import EpisodeNote
-from ascent.tasks.agent_sources import agent_source, read_signature, verify_agent
+from ascent.tasks.agent_sources import agent_source, read_agent_signature, verify_agent
 from ascent.tasks.text.text_task import Problem
 from tests.fake_judge import FakeJudge, Reply, serving
 
@@ -654,7 +654,7 @@ def test_a_server_of_openenv_needs_websockets(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_signature_of_an_agent_that_cannot_be_read() -> None:
     with pytest.raises(RewardCallError, match="its signature cannot be read: an agent is a function"):
-        read_signature(max)
+        read_agent_signature(max)
 
 
 def test_a_note_of_an_episode_keeps_its_outcome_when_it_is_sent() -> None:
@@ -680,10 +680,10 @@ def test_the_form_of_an_agents_function() -> None:
         (lambda *places: places, ("base_url", "key", "problem")),
         (with_a_default, ("base_url", 3)),
     ):
-        assert read_signature(function)(**given) == asked
+        assert read_agent_signature(function)(**given) == asked
     for odd in (nothing, two_places, a_name_too_many, int, None):
         with pytest.raises(RewardCallError, match="an agent is a function"):
-            read_signature(odd)
+            read_agent_signature(odd)
 
 
 def test_the_examples_name_themselves_rightly() -> None:

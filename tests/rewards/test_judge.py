@@ -21,16 +21,16 @@ from fake_judge import FakeJudge, Reply, serving
 
 from ascent.core.errors import ConfigError, RunError
 from ascent.rewards.judge.judge_client import (
-    Answers,
+    AnswerCache,
     JudgeClient,
     JudgeParseError,
     JudgeTimeoutError,
     largest_reply,
     request_key,
 )
-from ascent.rewards.judge.judge_rewards import Preference, Scored, compare_responses, score_responses
+from ascent.rewards.judge.judge_rewards import Preference, JudgeScore, compare_responses, score_responses
 from ascent.rewards.judge.judge_settings import PAIR_LINE, SCORE_LINE, Judge, read_judge
-from ascent.rewards.judge.pattern_search import Searches
+from ascent.rewards.judge.pattern_search import PatternSearcher
 
 QUICK: dict[str, Any] = {"model": "tester", "backoff": 0.01, "timeout": 0.3, "deadline": 5.0, "retries": 3}
 SECRET = "sk-very-secret-4711"
@@ -54,7 +54,7 @@ def test_a_score_becomes_a_reward_from_0_to_1(cache: Path, monkeypatch: pytest.M
     with serving(lambda *_: Reply("Rather good.\n**Score:** 7/10")) as server:
         more = {"key_env": "JUDGE_KEY", "criteria": "wit", "options": '{"seed": 3, "max_tokens": null}'}
         found = scores(server, cache, ["4 {prompt}"], **more)
-    assert found == [Scored((7 - 1) / (10 - 1), "Rather good. **Score:** 7/10")]
+    assert found == [JudgeScore((7 - 1) / (10 - 1), "Rather good. **Score:** 7/10")]
     assert server.headers[0]["Authorization"] == f"Bearer {SECRET}"
     body = server.bodies[0]
     assert (body["model"], body["temperature"], body["seed"], "max_tokens" in body) == ("tester", 0.0, 3, False)
@@ -65,7 +65,7 @@ def test_a_score_becomes_a_reward_from_0_to_1(cache: Path, monkeypatch: pytest.M
 def test_without_a_key_none_is_sent(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with serving(lambda *_: Reply()) as server:
-        assert isinstance(scores(server, cache, ["4"])[0], Scored)
+        assert isinstance(scores(server, cache, ["4"])[0], JudgeScore)
     assert "Authorization" not in server.headers[0]
 
 
@@ -152,7 +152,7 @@ def test_retry_after_is_heeded(header: str, cache: Path) -> None:
     busy = Reply(status=429, headers={"Retry-After": when})
     with serving(lambda _, number: busy if number == 0 else Reply()) as server:
         begin = time.monotonic()
-        assert isinstance(scores(server, cache, ["r"])[0], Scored)
+        assert isinstance(scores(server, cache, ["r"])[0], JudgeScore)
         assert time.monotonic() - begin >= least
 
 
@@ -174,7 +174,7 @@ def test_a_refused_text_is_the_end_of_that_question_alone(cache: Path) -> None:
     with serving(lambda prompt, _: too_long if "LONG" in prompt else Reply()) as server:
         long, short = scores(server, cache, ["LONG", "short"])
     assert isinstance(long, JudgeTimeoutError) and "too many tokens" in str(long)
-    assert isinstance(short, Scored)
+    assert isinstance(short, JudgeScore)
     assert server.count == 2
 
 
@@ -245,9 +245,9 @@ def test_a_score_that_may_be_cut_off_is_no_verdict(words: str, cache: Path) -> N
     assert isinstance(cut, JudgeParseError) and "cut off before its score" in str(cut)
     assert "raise --max-tokens" in str(cut) and cut.raw == words
     with serving(lambda prompt, _: Reply(f"{words}\n" if "closed" in prompt else words, finish="length")) as server:
-        assert isinstance(scores(server, cache, ["closed"], **more)[0], Scored)
+        assert isinstance(scores(server, cache, ["closed"], **more)[0], JudgeScore)
     with serving(lambda *_: Reply(words, finish="stop")) as server:
-        assert isinstance(scores(server, cache, ["whole"], **more)[0], Scored)
+        assert isinstance(scores(server, cache, ["whole"], **more)[0], JudgeScore)
 
 
 @pytest.mark.parametrize("pattern", [SCORE_LINE, PAIR_LINE], ids=["score", "pair"])
@@ -288,12 +288,12 @@ def test_a_pattern_of_your_own_ends_in_time(cache: Path) -> None:
         for _ in range(2):  # from the judge, then from the cache
             bad, good = scores(server, cache, ["BAD", "good"], **slow)
             assert isinstance(bad, JudgeParseError) and "more than 0." in str(bad) and "pattern" not in bad.raw
-            assert isinstance(good, Scored)
+            assert isinstance(good, JudgeScore)
     assert server.count == 2
 
 
 def test_a_search_that_was_ended_leaves_no_process_behind(cache: Path) -> None:
-    searches = Searches()
+    searches = PatternSearcher()
     assert searches.last_match(r"(\d)", "é😀 1 2", time.monotonic() + 1) == ("2", 6)
     with pytest.raises(TimeoutError, match=r"more than 0\.05 s"):
         searches.last_match(r"^(\d+)+$", "1" * 60 + "x", time.monotonic() - 1)
@@ -309,7 +309,7 @@ def test_deep_json_is_an_error_of_its_question_alone(deep: str, status: int, cac
     bad = Reply(status=status, raw=(deep * 5_000).encode())
     with serving(lambda prompt, _: bad if "BAD" in prompt else Reply()) as server:
         error, score = scores(server, cache, ["BAD", "good"], retries=0, timeout=5.0)
-    assert isinstance(error, JudgeTimeoutError) and isinstance(score, Scored)
+    assert isinstance(error, JudgeTimeoutError) and isinstance(score, JudgeScore)
 
 
 def test_deep_json_in_the_usage_or_the_cache_does_no_harm(cache: Path) -> None:
@@ -318,8 +318,8 @@ def test_deep_json_in_the_usage_or_the_cache_does_no_harm(cache: Path) -> None:
     chat = f'{{"choices": [{choice}], "usage": {{"a": {inner}}}}}'
     cache.write_text("[" * 50_000 + '\n{"key": "k", "text": 5}\n[]\n')
     with serving(lambda *_: Reply(raw=chat.encode())) as server:
-        assert isinstance(scores(server, cache, ["r"])[0], Scored)
-    assert Answers(cache).get("k") is None and json.loads(cache.read_text().splitlines()[-1])["usage"] == {}
+        assert isinstance(scores(server, cache, ["r"])[0], JudgeScore)
+    assert AnswerCache(cache).get("k") is None and json.loads(cache.read_text().splitlines()[-1])["usage"] == {}
 
 
 def test_a_reply_has_a_limit_that_holds_while_it_is_read(cache: Path) -> None:
@@ -338,7 +338,7 @@ def test_the_limit_of_a_reply_follows_the_tokens_that_were_allowed(cache: Path) 
     chat = json.dumps({"choices": [{"message": message}]}).encode()
     with serving(lambda *_: Reply(raw=chat)) as server:
         few, many = (scores(server, cache, ["r"], retries=0, max_tokens=n)[0] for n in (100, 1000))
-    assert isinstance(few, JudgeTimeoutError) and isinstance(many, Scored)
+    assert isinstance(few, JudgeTimeoutError) and isinstance(many, JudgeScore)
 
 
 def test_a_compressed_reply_is_not_unpacked(cache: Path) -> None:
@@ -357,7 +357,7 @@ def test_an_odd_usage_counts_nothing(usage: Any, cache: Path) -> None:
     chat = json.dumps({"choices": [{"message": {"content": "Score: 5"}}], "usage": usage}).encode()
     with serving(lambda *_: Reply(raw=chat)) as server:
         client = client_of(server, cache)
-        assert isinstance(score_responses(client, [("p", "r", None)])[0], Scored)
+        assert isinstance(score_responses(client, [("p", "r", None)])[0], JudgeScore)
     assert client.counts.tokens == 0 and client.counts.words()
 
 
@@ -365,7 +365,7 @@ def test_an_odd_usage_counts_nothing(usage: Any, cache: Path) -> None:
 def test_an_odd_retry_after_is_none(when: str, cache: Path) -> None:
     busy = Reply(status=429, headers={"Retry-After": when})
     with serving(lambda _, number: busy if number == 0 else Reply()) as server:
-        assert isinstance(scores(server, cache, ["r"], deadline=1e9)[0], Scored)
+        assert isinstance(scores(server, cache, ["r"], deadline=1e9)[0], JudgeScore)
 
 
 @pytest.mark.parametrize("words", ["Verdict: A\n", "<think>B?</think>Hm.\n**Verdict:** A.\n \n"])
@@ -408,16 +408,16 @@ def test_equal_questions_are_asked_once_and_others_are_not_equal(cache: Path) ->
 
 
 def test_the_cache_outlives_a_crash_in_the_middle_of_a_line(cache: Path) -> None:
-    first = Answers(cache)
+    first = AnswerCache(cache)
     first.put("one", {"text": "Score: 1"})
     first.put("two", {"text": "Score: 2"})
     whole = cache.read_bytes()
     cache.write_bytes(whole[:-9])  # the second line is torn
-    again = Answers(cache)
+    again = AnswerCache(cache)
     assert again.get("one") == {"text": "Score: 1"}
     assert again.get("two") is None
     again.put("three", {"text": "Score: 3 \ud800"})
-    last = Answers(cache)
+    last = AnswerCache(cache)
     assert [last.get(key) is not None for key in ("one", "two", "three")] == [True, False, True]
     assert last.get("three") == {"text": "Score: 3 \ud800"}
 
@@ -427,18 +427,18 @@ def test_a_cache_that_is_no_regular_file_is_refused(cache: Path) -> None:
     os.mkfifo(cache)
     for path in (cache, cache.parent):
         with pytest.raises(ConfigError, match="not a regular file"):
-            Answers(path)
+            AnswerCache(path)
 
 
 def test_two_processes_share_a_cache(cache: Path) -> None:
-    one, other = Answers(cache), Answers(cache)
+    one, other = AnswerCache(cache), AnswerCache(cache)
     assert one.get("k") is None
     other.put("k", {"text": "x"})
     assert one.get("k") == {"text": "x"}
     other.put("l", {"text": "y"})
     assert one.get("l") == {"text": "y"}
 
-    def write(answers: Answers, name: str) -> None:
+    def write(answers: AnswerCache, name: str) -> None:
         for i in range(50):
             answers.put(f"{name}{i}", {"text": "y" * 500})
 
@@ -447,7 +447,7 @@ def test_two_processes_share_a_cache(cache: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    fresh = Answers(cache)
+    fresh = AnswerCache(cache)
     assert all(fresh.get(f"{name}{i}") for name in "ab" for i in range(50))
 
 
@@ -474,7 +474,7 @@ def test_a_dummy_key_changes_no_answer(cache: Path, monkeypatch: pytest.MonkeyPa
     """A key of 0, as local servers are given: 10 stays 10, in the reward and on disk."""
     monkeypatch.setenv("OPENAI_API_KEY", "0")
     with serving(lambda *_: Reply("Fine.\nScore: 10")) as server:
-        assert scores(server, cache, ["r"])[0] == Scored(1.0, "Fine. Score: 10")
+        assert scores(server, cache, ["r"])[0] == JudgeScore(1.0, "Fine. Score: 10")
     assert json.loads(cache.read_text())["text"] == "Fine.\nScore: 10"
 
 
@@ -537,7 +537,7 @@ def test_answers_to_an_exposed_key_say_so(cache: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     monkeypatch.setattr(Judge, "local", False)
     with serving(lambda *_: Reply()) as server:
-        assert isinstance(scores(server, cache, ["r"], insecure=True)[0], Scored)
+        assert isinstance(scores(server, cache, ["r"], insecure=True)[0], JudgeScore)
     assert json.loads(cache.read_text())["insecure"] is True
 
 
@@ -573,7 +573,7 @@ def test_the_key_of_an_answer_is_that_of_its_whole_request() -> None:
 def test_no_more_at_once_than_was_allowed(cache: Path) -> None:
     with serving(lambda *_: Reply(delay=0.03)) as server:
         found = scores(server, cache, [str(i) for i in range(20)], concurrency=3)
-    assert all(isinstance(s, Scored) for s in found)
+    assert all(isinstance(s, JudgeScore) for s in found)
     assert server.peak == 3
 
 
@@ -584,7 +584,7 @@ def test_a_judge_can_be_asked_where_a_loop_is_running(cache: Path) -> None:
         return scores(server, cache, ["r"])
 
     with serving(lambda *_: Reply()) as server:
-        assert isinstance(asyncio.run(cell())[0], Scored)
+        assert isinstance(asyncio.run(cell())[0], JudgeScore)
 
 
 # ---- pairs -----------------------------------------------------------------------------------------------
@@ -737,7 +737,7 @@ def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"--cache .*file/answers.jsonl: cannot write there \((Not a directory|File exists)"
     ):
-        Answers(tmp_path / "file" / "answers.jsonl")
+        AnswerCache(tmp_path / "file" / "answers.jsonl")
 
 
 @pytest.mark.parametrize(("host", "why"), [("xn--", "Malformed A-label"), ("1.2.3.256", "Invalid IPv4 address")])

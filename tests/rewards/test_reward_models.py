@@ -276,14 +276,14 @@ def test_a_reward_model_is_mixed_with_a_check_by_weights(rated_words: Path, tiny
 
 
 def test_a_rating_that_is_no_number_is_an_error_and_never_a_zero(tiny_folder: Path, rated_words: Path) -> None:
-    from ascent.rewards.grading import Grading, rate_responses, self_test
+    from ascent.rewards.grading import RewardManager, rate_responses, self_test
     from ascent.tasks import Jsonl
     from ascent.tasks.text import Problem
 
     task = Jsonl(source="unused", reward=(f"model:{rated_words}",))
     source = task.rewards[0].source
     rater = partial(rate_responses, task, lambda asked: [math.nan, 2.5][: len(asked)])
-    grading = Grading(task, {source: rater})
+    grading = RewardManager(task, {source: rater})
     try:
         bad, good = grading([(Problem("a"), "x"), (Problem("b"), "y")])
     finally:

@@ -20,7 +20,7 @@ import torch
 
 from ascent.core.errors import ConfigError
 from ascent.processes.reward_calls import RewardJob
-from ascent.rewards.grading import Grading, self_test
+from ascent.rewards.grading import RewardManager, self_test
 from ascent.rewards.tokenized_task import TokenizedTask
 from ascent.settings import configure, flatten
 from ascent.tasks import Countdown, Jsonl, ReasoningGym
@@ -578,7 +578,7 @@ def test_math_verify_runs_in_the_processes(tmp_path: Path) -> None:
     task = Jsonl(source=str(rows), check="math", reward_workers=1)
     report = self_test(task, 5)
     assert report.ok, report.lines()
-    grading = Grading(task)
+    grading = RewardManager(task)
     (mark,) = grading([(task.train(0), r"9^{9^{9^{9}}}")])
     grading.close()
     assert mark.error is not None or not mark.strict

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import ascent
 from ascent.core.errors import ConfigError
 from ascent.rewards import grading
-from ascent.rewards.grading import Grading, count_cores, self_test
+from ascent.rewards.grading import RewardManager, count_cores, self_test
 from ascent.sandbox import sandboxed_reward
 from ascent.sandbox.plain_values import MAX_DEPTH, MAX_ITEMS, NotPlainDataError, decode, encode
 from ascent.sandbox.program_judge import BrokenTestsError, CodeProblem, ProgramJudge, Verdict, _Relay
@@ -322,7 +322,7 @@ def test_responses_are_graded_by_their_programs(file: Path) -> None:
         "```python\ndef add(a, b):\n    exit(0)\n```": (0.0, False),
         "I do not know. \ud800 ```": (0.0, False),
     }
-    with closing(Grading(task)) as grading:
+    with closing(RewardManager(task)) as grading:
         marks = grading([(sums, response) for response in cases])
     assert [(mark.value, mark.lenient, mark.error) for mark in marks] == [(*case, None) for case in cases.values()]
     assert marks[3].reason == "1 of 2 tests pass; assert add(-1, 1) == 0 fails"
@@ -427,7 +427,7 @@ def test_a_reward_in_the_sandbox_is_run_nowhere_else(tmp_path: Path, monkeypatch
     ).task
     task.verify()
     responses = ["x = 3", "import os; os._exit(0)", "x = open('/etc/hostname').read()", "x = float('inf')", "1 / 0"]
-    with closing(Grading(task)) as grading:
+    with closing(RewardManager(task)) as grading:
         good, *bad = grading([(task.train(0), response) for response in responses])
     assert (
         good.value == 3 + 0.5 * len("x = 3") and "answer" in good.reason and good.parts == {"score": 3.0, "later": 5.0}
@@ -455,9 +455,9 @@ def test_programs_are_judged_on_every_core_that_is_there(tmp_path: Path, monkeyp
     task = Code(source=str(tmp_path / "rows.jsonl"))
     for cores, workers in ((1, 1), (8, 8), (100, 16)):
         monkeypatch.setattr(grading, "count_cores", lambda cores=cores: cores)
-        with closing(Grading(task)) as made:
+        with closing(RewardManager(task)) as made:
             assert made.workers == made.pool.num_workers == workers
-    with closing(Grading(replace(task, reward_workers=3))) as made:
+    with closing(RewardManager(replace(task, reward_workers=3))) as made:
         assert made.workers == 3
     with pytest.raises(ConfigError, match="--reward-workers is -1"):
         replace(task, reward_workers=-1)

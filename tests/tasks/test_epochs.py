@@ -19,7 +19,7 @@ from ascent.core.errors import ConfigError
 from ascent.runs.display.terminal import Display
 from ascent.runs.run_writer import RunWriter
 from ascent.settings import config_from, configure
-from ascent.tasks.epochs import Passes
+from ascent.tasks.epochs import EpochSampler
 from ascent.workflows.seed_comparison import run_one
 from tests.runs.test_resume import bits, differing
 
@@ -57,7 +57,7 @@ def stopping_after(step: int) -> Any:
 def test_every_row_comes_once_before_any_comes_again(size: int, count: int, left_out: set[int], seed: int) -> None:
     """Across steps no two rows are ever apart by more than one; inside a step none comes twice if it can be helped."""
     usable = set(range(size)) - left_out
-    passes, seen = Passes(size, usable.__contains__), Counter[int](dict.fromkeys(usable, 0))
+    passes, seen = EpochSampler(size, usable.__contains__), Counter[int](dict.fromkeys(usable, 0))
     for step in range(8):
         rows, epoch = passes.rows(step, count, seed)
         if not usable:
@@ -70,18 +70,18 @@ def test_every_row_comes_once_before_any_comes_again(size: int, count: int, left
         assert max(most) <= -(-count // len(usable)), "no row twice in a step, if there are enough of them"
         whole, rest = divmod((step + 1) * count, len(usable))
         assert whole <= epoch < whole + 1 and (rest > 0 or epoch == whole)
-        assert Passes(size, usable.__contains__).rows(step, count, seed) == (rows, epoch), "a function of the step"
+        assert EpochSampler(size, usable.__contains__).rows(step, count, seed) == (rows, epoch), "a function of the step"
 
 
 def test_passes_have_orders_of_their_own() -> None:
-    passes = Passes(50, lambda _: True)
+    passes = EpochSampler(50, lambda _: True)
     first, second = (passes.rows(step, 50, 0)[0] for step in range(2))
     assert first != second and sorted(first) == sorted(second)
-    assert first != Passes(50, lambda _: True).rows(0, 50, 1)[0]
+    assert first != EpochSampler(50, lambda _: True).rows(0, 50, 1)[0]
 
 
 def test_the_steps_of_some_passes() -> None:
-    usable = Passes(1000, lambda row: row % 10 > 0)
+    usable = EpochSampler(1000, lambda row: row % 10 > 0)
     assert [usable.steps(n, 16) for n in (1, 2, 0.5, 0.001)] == [57, 113, 29, 1], "900 / 16, 1800 / 16, 450 / 16"
 
 

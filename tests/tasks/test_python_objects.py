@@ -33,12 +33,12 @@ from ascent.processes.reward_calls import (
     describe_error,
     parse_reward_signature,
 )
-from ascent.rewards.grading import Grading, InProcess
+from ascent.rewards.grading import RewardManager, InProcess
 from ascent.runs.display.terminal import Display
 from ascent.runs.run_writer import RunWriter
 from ascent.settings import configure
 from ascent.tasks import python_objects
-from ascent.tasks.text.python_rows import KEPT, Reader, Stream, given_task
+from ascent.tasks.text.python_rows import STREAM_BUFFER_SIZE, StreamReader, RestartableRows, task_from_object
 from ascent.tasks.user_files import is_held_out
 from tests.language import config_of
 from tests.runs.test_resume import bits, differing
@@ -299,8 +299,8 @@ def test_missing_values_of_a_frame_are_none() -> None:
     import pandas
 
     frame = pandas.DataFrame([{"prompt": "a", "answer": "1", "n": 1.5}, {"prompt": "b", "answer": None, "n": None}])
-    (_, brought) = given_task(frame)
-    assert python_objects.KNOWN[brought["source"]][1] == {"prompt": "b", "answer": None, "n": None}
+    (_, brought) = task_from_object(frame)
+    assert python_objects.OBJECTS[brought["source"]][1] == {"prompt": "b", "answer": None, "n": None}
 
 
 @pytest.mark.parametrize(
@@ -358,10 +358,10 @@ def test_a_stream_is_read_in_order_and_its_held_out_rows_are_never_trained_on() 
 
 
 def test_a_stream_that_ends_starts_over_and_old_rows_are_read_again() -> None:
-    reader = Reader(Stream(numbers(7)), lambda row, _: ascent.Problem(row["prompt"]), lambda p: p.prompt == "number 3")
+    reader = StreamReader(RestartableRows(numbers(7)), lambda row, _: ascent.Problem(row["prompt"]), lambda p: p.prompt == "number 3")
     assert [reader[i].prompt for i in (0, 5, 6, 12)] == ["number 0", "number 6", "number 0", "number 0"]
-    long = Reader(Stream(numbers()), lambda row, _: ascent.Problem(row["prompt"]), lambda p: False)
-    assert long[KEPT + 5].prompt == f"number {KEPT + 5}" and long[2].prompt == "number 2"
+    long = StreamReader(RestartableRows(numbers()), lambda row, _: ascent.Problem(row["prompt"]), lambda p: False)
+    assert long[STREAM_BUFFER_SIZE + 5].prompt == f"number {STREAM_BUFFER_SIZE + 5}" and long[2].prompt == "number 2"
 
 
 def test_a_dataset_without_a_length_is_a_stream_and_its_first_rows_tell_it() -> None:
@@ -371,9 +371,9 @@ def test_a_dataset_without_a_length_is_a_stream_and_its_first_rows_tell_it() -> 
         yield from ROWS
 
     stream = datasets.IterableDataset.from_generator(made)
-    (cls, brought), (_, other) = given_task(stream), given_task(datasets.IterableDataset.from_generator(numbers()))
+    (cls, brought), (_, other) = task_from_object(stream), task_from_object(datasets.IterableDataset.from_generator(numbers()))
     assert cls.__name__ == "RowStream" and brought["source"] != other["source"]
-    assert given_task(datasets.IterableDataset.from_generator(made))[1] == brought
+    assert task_from_object(datasets.IterableDataset.from_generator(made))[1] == brought
 
 
 @pytest.mark.long
@@ -511,7 +511,7 @@ def test_a_class_that_derives_from_ones_own_has_a_name_of_its_own() -> None:
         configure("lecture", {"advantage": space[name], "loss": "log-prob"}).to_dict()["advantage"]["name"]
         for name in ("Halved", "More")
     ]
-    assert [python_objects.label_of(name) for name in names] == ["Halved", "More"] and names[0] != names[1]
+    assert [python_objects.object_label(name) for name in names] == ["Halved", "More"] and names[0] != names[1]
 
 
 def test_what_config_json_cannot_hold_is_refused(tmp_path: Path) -> None:
@@ -555,7 +555,7 @@ def test_functions_of_a_notebook_run_in_the_workers_under_their_limits() -> None
     ]
     task = configure(ROWS, {"reward": rewards, "reward_seconds": 5.0}).task
     problems = [p for p in task.table.train[:8] for _ in range(2)]
-    with closing(Grading(task)) as grading:
+    with closing(RewardManager(task)) as grading:
         marks = grading([(p, f"{i % 2}") for i, p in enumerate(problems)])
     for i, (problem, mark) in enumerate(zip(problems, marks, strict=True)):
         level = problem.columns["level"]
@@ -575,9 +575,9 @@ def test_a_task_of_a_notebook_grades_in_the_workers() -> None:
     code = page[page.index("# my_task.py") :].partition("```")[0]
     cls = cell(code)["Doubling"]
     task = configure(cls(lenient=0.25), {}).task
-    with closing(Grading(task)) as grading:
+    with closing(RewardManager(task)) as grading:
         marks = grading([(task.train(4), "8"), (task.train(4), "it is 8"), (task.train(4), "9")])
-    assert [mark.value for mark in marks] == [1.0, 0.25, 0.0] and python_objects.label_of(
+    assert [mark.value for mark in marks] == [1.0, 0.25, 0.0] and python_objects.object_label(
         configure(cls, {}).to_dict()["task"]["name"]
     ) == "Doubling"
 
@@ -595,8 +595,8 @@ def test_a_function_that_cannot_be_sent_is_refused_with_what_to_do() -> None:
     space = cell("import threading\nlock = threading.Lock()\ndef f(response):\n    return lock.locked()")
     task = configure(ROWS, {"reward": space["f"]}).task
     with pytest.raises(ConfigError, match=r"reward f cannot be sent.*lock \(lock\).*in_process=True"):
-        Grading(task)
-    with closing(Grading(configure(ROWS, {"reward": here(space["f"])}).task)) as grading:
+        RewardManager(task)
+    with closing(RewardManager(configure(ROWS, {"reward": here(space["f"])}).task)) as grading:
         assert grading([(task.train(0), "x")])[0].value == 0.0 and not grading.pool.workers
 
 
@@ -606,7 +606,7 @@ def test_in_this_process_async_functions_have_a_loop_of_their_own() -> None:
     task = configure(ROWS, {"reward": here(cell(code)["f"])}).task
 
     async def inside() -> list[Any]:
-        with closing(Grading(task)) as grading:
+        with closing(RewardManager(task)) as grading:
             return grading([(problem, "x") for problem in task.table.train[:8]])
 
     marks = asyncio.run(inside())
@@ -615,7 +615,7 @@ def test_in_this_process_async_functions_have_a_loop_of_their_own() -> None:
 
 def test_where_every_reward_returns_none_the_response_has_failed() -> None:
     task = configure(ROWS, {"reward": [here(lambda response: None), here(lambda level, response: level or None)]}).task
-    with closing(Grading(task)) as grading:
+    with closing(RewardManager(task)) as grading:
         marks = grading([(ascent.Problem("p", None, {"level": level}), "r") for level in (0, 3)])
     assert "every reward returned None" in (marks[0].error or "")
     assert (marks[1].value, marks[1].parts) == (3, {"lambda-2": 3})
@@ -936,7 +936,7 @@ def test_an_error_in_this_process_is_that_of_every_response() -> None:
 
 
 def test_a_stream_without_rows_to_train_on_or_to_test_on() -> None:
-    reader = Reader(Stream(numbers(0)), lambda row, _: ascent.Problem(row["prompt"]), lambda p: False)
+    reader = StreamReader(RestartableRows(numbers(0)), lambda row, _: ascent.Problem(row["prompt"]), lambda p: False)
     with pytest.raises(ConfigError, match="rows: the stream has no row to train on"):
         reader[0]
     few = next(i for i in range(9) if not is_held_out(f"number {i}"))

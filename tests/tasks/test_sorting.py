@@ -18,7 +18,7 @@ from ascent.core.errors import ConfigError
 from ascent.core.types import Rollouts, Scores, Space
 from ascent.rewards.small_task import SmallOfflineTask, read_examples
 from ascent.tasks import TASKS
-from ascent.tasks.base import BoundBase
+from ascent.tasks.base import TaskWrapper
 from ascent.tasks.reward_sources import parse_rewards
 from ascent.tasks.small import sorting
 from ascent.tasks.small.lecture import LECTURE_PROMPTS, Lecture
@@ -473,7 +473,7 @@ def test_names_of_tasks_that_there_are_not() -> None:
 
     with pytest.raises(AttributeError, match=r"module 'ascent.tasks' has no attribute 'Srot'"):
         _ = ascent.tasks.Srot
-    empty = BoundBase.__new__(BoundBase)
+    empty = TaskWrapper.__new__(TaskWrapper)
     with pytest.raises(AttributeError, match=r"^task$"):
         _ = empty.max_reward
     empty.task = Lecture()

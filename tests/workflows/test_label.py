@@ -17,7 +17,7 @@ from ascent.build.reward_loading import check_rewards
 from ascent.build.trained_run import Run
 from ascent.cli import main as cli
 from ascent.core.errors import ConfigError
-from ascent.rewards.judge.judge_rewards import JudgeGrader
+from ascent.rewards.judge.judge_rewards import JudgeScorer
 from ascent.rewards.tokenized_task import TokenizedTask
 from ascent.tasks import Jsonl
 from ascent.tasks.text import Problem, TextTask
@@ -189,7 +189,7 @@ def test_a_judge_is_a_reward_like_any_other(here: Path) -> None:
         task = TokenizedTask(
             words,
             Bytes(),
-            {source: JudgeGrader(source.removeprefix("judge:")) for source in LanguageBackend().reward_sources(words)},
+            {source: JudgeScorer(source.removeprefix("judge:")) for source in LanguageBackend().reward_sources(words)},
         )
         prompt = task.held_out(1)
         right = task.problem(-1).answer
@@ -210,7 +210,7 @@ def test_entries_of_judges(here: Path) -> None:
     task = Jsonl(reward=("own", "2*judge:judge.toml", "judge:judge.toml"))
     assert task.reward[1] == f"2.0*judge:{here / 'judge.toml'}"
     assert [reward.name for reward in task.rewards] == ["own", "judge", "judge-2"]
-    assert JudgeGrader(str(here / "judge.toml")).judge.model == "m"
+    assert JudgeScorer(str(here / "judge.toml")).judge.model == "m"
     with pytest.raises(ConfigError, match="there is no such file"):
         check_rewards(LanguageBackend(), TextTask(reward=("judge:none.toml",)))
 

@@ -12,21 +12,21 @@ from ascent.environments.agents.agent import Assignment
 from ascent.environments.agents.agent_pool import format_outcome
 from ascent.environments.episode_process import Source
 from ascent.processes.user_code import load_code
-from ascent.tasks.agent_sources import Signature, read_signature
+from ascent.tasks.agent_sources import AgentSignature, read_agent_signature
 from ascent.tasks.environment import Environment
-from ascent.tasks.python_objects import PREFIX, pickled
+from ascent.tasks.python_objects import OBJECT_PREFIX, pickle_object
 
 
 def function_source(source: str) -> Source:
     """Return where the processes find the function."""
-    sent = pickled(source, "agent") if source.startswith(PREFIX) else None
+    sent = pickle_object(source, "agent") if source.startswith(OBJECT_PREFIX) else None
     return Source("ascent.environments.agents.function_agent:make_function", {"source": source, "sent": sent})
 
 
 class FunctionAgent(Environment):
     """One episode of a function; it is over when `begin` returns."""
 
-    def __init__(self, call: Signature):
+    def __init__(self, call: AgentSignature):
         self.call = call
 
     def begin(self, problem: Any, rng: random.Random) -> str:
@@ -67,8 +67,8 @@ async def _await_and_cancel_rest(awaited: Awaitable[Any]) -> Any:
 
 
 @functools.lru_cache
-def _load(source: str, sent: bytes | None) -> Signature:
-    return read_signature(load_code(source, sent))
+def _load(source: str, sent: bytes | None) -> AgentSignature:
+    return read_agent_signature(load_code(source, sent))
 
 
 def make_function(source: str, sent: bytes | None) -> FunctionAgent:

@@ -23,7 +23,7 @@ from typing import IO, Any
 from ascent.core.errors import ConfigError, RunError
 from ascent.processes.user_state import lock_file
 from ascent.rewards.judge.judge_settings import SHORTEST_SECRET, Judge
-from ascent.rewards.judge.pattern_search import Searches
+from ascent.rewards.judge.pattern_search import PatternSearcher
 from ascent.tasks.text.text_task import Message
 
 Messages = list[Message]
@@ -79,7 +79,7 @@ class _RetryError(Exception):
 
 
 @dataclass
-class Counts:
+class JudgeUsage:
     """The cost of asking so far."""
 
     asked: int = 0
@@ -101,7 +101,7 @@ class JudgeClient:
     """Asks a judge. Equal questions are asked once."""
 
     judge: Judge
-    counts: Counts = field(default_factory=Counts)
+    counts: JudgeUsage = field(default_factory=JudgeUsage)
     stop: bool = False
     """Set by a signal handler: no new request is made, and those under way are finished, because they cost money."""
 
@@ -116,8 +116,8 @@ class JudgeClient:
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         self._headers |= {"Authorization": f"Bearer {key}"} if key else {}
         self._key_parts = {key[i : i + n] for i in range(len(key) - n + 1)}
-        self.searches = Searches()
-        self.answers = Answers(self.judge.cache)
+        self.searches = PatternSearcher()
+        self.answers = AnswerCache(self.judge.cache)
 
     def ask(self, questions: Sequence[Messages], parse: Parse, done: Done = lambda _: None) -> list[Any]:
         """The verdict or the JudgeError of each question, in order; `done` is called with the index of each."""
@@ -311,7 +311,7 @@ def request_key(body: dict[str, Any], again: int) -> str:
     return hashlib.sha256(request).hexdigest()
 
 
-class Answers:
+class AnswerCache:
     """A file of answers by key. Lines are only appended, one at a time, under a lock.
 
     A line that a crash left incomplete is skipped. Lines that other processes append are seen too.

@@ -15,7 +15,7 @@ REASON = 300
 """Characters of an answer that are kept as the reason."""
 
 
-class Scored(NamedTuple):
+class JudgeScore(NamedTuple):
     """A response's score, from 0 to 1."""
 
     value: float
@@ -32,11 +32,11 @@ class Preference(NamedTuple):
 
 def score_responses(
     client: JudgeClient, responses: Sequence[tuple[Prompt, str, str | None]]
-) -> list[Scored | JudgeError]:
+) -> list[JudgeScore | JudgeError]:
     """A score, or the reason why there is none, for each (prompt, response, right answer if known)."""
     judge = client.judge
 
-    def parse(answer: Answer, end: float) -> Scored:
+    def parse(answer: Answer, end: float) -> JudgeScore:
         score = _verdict(client, answer, judge.score_pattern, "score", end)
         try:
             value = float(score.replace("−", "-"))
@@ -46,7 +46,7 @@ def score_responses(
             why = f"its score is {value:g}, and scores go from {judge.low:g} to {judge.high:g}"
             raise JudgeParseError(why, answer["text"])
         reason = " ".join(_without_thoughts(answer["text"]).split())
-        return Scored((value - judge.low) / (judge.high - judge.low), reason[-REASON:])
+        return JudgeScore((value - judge.low) / (judge.high - judge.low), reason[-REASON:])
 
     questions = [
         judge.messages(judge.score_prompt, prompt, answer, response=response) for prompt, response, answer in responses
@@ -117,7 +117,7 @@ def _verdict(client: JudgeClient, answer: Answer, pattern: str, what: str, end: 
     raise JudgeParseError(f"the answer is empty, and has no {what}" if not text else f"the answer has no {what}", text)
 
 
-class JudgeGrader:
+class JudgeScorer:
     """Asks a judge to score each response. Its settings are checked at once; nothing is asked before a call."""
 
     def __init__(self, file: str):
@@ -128,6 +128,6 @@ class JudgeGrader:
         self.client = self.client or JudgeClient(self.judge)
         verdicts = score_responses(self.client, [(p.prompt, response, p.answer) for p, response in responses])
         return [
-            RewardOutcome(v.value, reason=v.reason) if isinstance(v, Scored) else RewardOutcome(error=str(v))
+            RewardOutcome(v.value, reason=v.reason) if isinstance(v, JudgeScore) else RewardOutcome(error=str(v))
             for v in verdicts
         ]

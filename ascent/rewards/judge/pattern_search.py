@@ -30,7 +30,7 @@ def last_match(pattern: str, text: str) -> Found | None:
     return None if last is None else (last[1] or "", last.end(1))
 
 
-class Searches:
+class PatternSearcher:
     """Searches that end in time. Threads may share it; its processes are kept for the next search."""
 
     def __init__(self) -> None:

@@ -23,8 +23,8 @@ from ascent.core.types import Prompts, Rollouts, Scores, Space
 from ascent.processes.reward_calls import RewardJob
 from ascent.processes.user_code import CODE
 from ascent.tasks.base import SMALL_PRESET, SmallTask
-from ascent.tasks.python_objects import pickled
-from ascent.tasks.reward_sources import FUNCTIONS, LEARNED, RewardSource, absolute_source, find_function, parse_rewards
+from ascent.tasks.python_objects import pickle_object
+from ascent.tasks.reward_sources import FUNCTION_KINDS, LEARNED, RewardSource, absolute_source, load_reward_function, parse_rewards
 from ascent.tasks.reward_worker import RewardSpec
 from ascent.tasks.reward_worker_pool import Limits, RewardWorkerPool
 from ascent.tasks.scoring import PROCESS_KINDS, add_process_rewards, mix_rewards
@@ -165,7 +165,7 @@ def _stamp(source: str) -> object:
 @cache
 def own_pool(source: str, stamp: object) -> RewardWorkerPool:  # noqa: ARG001 (another one as soon as the file has changed)
     """The processes that compute a reward of a user's own; they start on first use, and again after `close`."""
-    sent = pickled(source, "reward") if source.startswith("object:") else None
+    sent = pickle_object(source, "reward") if source.startswith("object:") else None
     return RewardWorkerPool([RewardSpec(source, numbers=True, sent=sent)], OWN_WORKERS, Limits(OWN_SECONDS, OWN_MEMORY))
 
 
@@ -186,7 +186,7 @@ class SortingTask(SmallTask):
                 raise ConfigError(
                     f"--reward {part.source}: the sandbox is for responses in words; use python:FILE:NAME"
                 )
-            if part.kind == "object" and hasattr(find_function(part.source), "in_process"):
+            if part.kind == "object" and hasattr(load_reward_function(part.source), "in_process"):
                 raise ConfigError(f"reward {part.name}: on numbers a reward is a plain function, f(prompt, response)")
 
     @cached_property
@@ -210,7 +210,7 @@ class SortingTask(SmallTask):
 
     def close(self) -> None:
         for part in self.rewards:
-            if part.kind in FUNCTIONS:
+            if part.kind in FUNCTION_KINDS:
                 own_pool(part.source, _stamp(part.source)).close()
 
     def text(self, ids: list[int]) -> str:

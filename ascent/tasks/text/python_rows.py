@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 from ascent.core.errors import ConfigError
 from ascent.tasks import python_objects
 from ascent.tasks.base import BaseTask
-from ascent.tasks.reward_sources import call_of
+from ascent.tasks.reward_sources import resolve_reward_call
 from ascent.tasks.text.table_tasks import ColumnsTask, Demonstrations, Preferences, Steps
 from ascent.tasks.text.table_tasks import Rows as TableRows
 from ascent.tasks.text.text_task import TEXT_PRESET, Problem
 from ascent.tasks.user_files import is_held_out
 
-KEPT = 10_000
+STREAM_BUFFER_SIZE = 10_000
 """Rows of a stream that are remembered; dynamic sampling draws from them."""
 _LOOKED_AT = 20
 """Rows of a stream that are read to find one that is held out."""
@@ -31,7 +31,7 @@ _FIRST = 32
 """Rows of a stream by which it is recognised."""
 
 
-def given_task(task: Any, rewarded: bool = False) -> tuple[Any, dict[str, Any]]:
+def task_from_object(task: Any, rewarded: bool = False) -> tuple[Any, dict[str, Any]]:
     """A task that was given as an object, or rows as a task; and settings that it brings along.
 
     `rewarded`: rewards are given too, so the rows are prompts, whatever else they have.
@@ -39,13 +39,13 @@ def given_task(task: Any, rewarded: bool = False) -> tuple[Any, dict[str, Any]]:
     cls = task if isinstance(task, type) else type(task)
     if issubclass(cls, BaseTask):
         if not cls.__module__.startswith("ascent."):
-            python_objects.name_class("task", cls)
+            python_objects.register_class("task", cls)
         return task, {}
     if isinstance(task, Mapping) and "train" in task:  # a DatasetDict
-        made, brought = given_task(task["train"], rewarded)
+        made, brought = task_from_object(task["train"], rewarded)
         return made, brought | ({"eval": task["test"]} if "test" in task else {})
-    name = name_rows("rows", task)
-    return _task_of(python_objects.KNOWN[name], rewarded), {"source": name}
+    name = register_rows("rows", task)
+    return _task_of(python_objects.OBJECTS[name], rewarded), {"source": name}
 
 
 def _task_of(rows: Any, rewarded: bool) -> type:
@@ -58,15 +58,15 @@ def _task_of(rows: Any, rewarded: bool) -> type:
     )
     for kind, needed in kinds:
         if needed <= columns and "answer" not in columns and not rewarded:
-            if isinstance(rows, Stream):
+            if isinstance(rows, RestartableRows):
                 raise ConfigError(
                     f"rows are a stream of {kind.data}, which have to have a length: give a list, list(function())"
                 )
             return kind
-    return RowStream if isinstance(rows, Stream) else Rows
+    return RowStream if isinstance(rows, RestartableRows) else Rows
 
 
-def name_rows(setting: str, rows: Any) -> str:
+def register_rows(setting: str, rows: Any) -> str:
     """The name of rows, from here on."""
     if isinstance(rows, type | str | bytes | Mapping) or not (callable(rows) or hasattr(rows, "__iter__")):
         raise ConfigError(
@@ -83,16 +83,16 @@ def name_rows(setting: str, rows: Any) -> str:
             raise ConfigError(
                 f"{setting} is {rows!r:.60}: a function that makes rows takes no argument. A reward goes to reward="
             )
-        stream = Stream(rows)
+        stream = RestartableRows(rows)
         first = hashlib.sha256("\n".join(map(_line, itertools.islice(stream, _FIRST))).encode()).hexdigest()
         about = python_objects.describe(rows)
-        return python_objects.name_object(setting, stream, about | {"hash": _digest([about["hash"], first])})
-    read = list(as_dicts(rows, setting))
+        return python_objects.register_object(setting, stream, about | {"hash": _digest([about["hash"], first])})
+    read = list(iterate_rows(rows, setting))
     if not read:
         raise ConfigError(f"{setting} is empty: there is no row")
     columns = list(dict.fromkeys(column for row in read for column in row))
     about = {"name": setting, "rows": len(read), "columns": columns, "hash": _digest(map(_line, read))}
-    return python_objects.name_object(setting, read, about)
+    return python_objects.register_object(setting, read, about)
 
 
 def _needs_arguments(function: Callable[..., Any]) -> bool:
@@ -103,7 +103,7 @@ def _needs_arguments(function: Callable[..., Any]) -> bool:
     return False
 
 
-def as_dicts(rows: Any, setting: str) -> Iterator[dict[str, Any]]:
+def iterate_rows(rows: Any, setting: str) -> Iterator[dict[str, Any]]:
     """Rows as dicts: of a list, a Dataset, or a DataFrame, whose missing values are None."""
     if hasattr(rows, "to_dicts"):  # polars
         rows = rows.to_dicts()
@@ -152,7 +152,7 @@ class Rows(ColumnsTask):
         name = self.source if part == "train" else self.eval
         if name is None:
             return None
-        return ((f"{python_objects.label_of(name)}, row {i}", row) for i, row in enumerate(self._found(name)))
+        return ((f"{python_objects.object_label(name)}, row {i}", row) for i, row in enumerate(self._found(name)))
 
     def _found(self, name: str) -> Any:
         if not name:
@@ -162,7 +162,7 @@ class Rows(ColumnsTask):
         return python_objects.find_object(name, "rows" if name == self.source else "eval")
 
     def stamp(self) -> object:
-        return self.source in python_objects.KNOWN, self.eval is None or self.eval in python_objects.KNOWN
+        return self.source in python_objects.OBJECTS, self.eval is None or self.eval in python_objects.OBJECTS
 
     def verify(self) -> None:
         self._found(self.source)
@@ -175,27 +175,27 @@ def check_columns(task: Any, problems: Iterable[Problem]) -> None:
     columns = {name for problem in problems for name in problem.columns}
     for reward in task.rewards:
         if reward.kind == "object":
-            call_of(reward.source, columns)
+            resolve_reward_call(reward.source, columns)
 
 
 # ---- a stream -----------------------------------------------------------------------------------------------
 
 
-class Stream:
+class RestartableRows:
     """Rows without a length: a function that makes a generator, or something to iterate over again and again."""
 
     def __init__(self, rows: Callable[[], Iterable[Any]] | Iterable[Any]):
         self.made_by = rows
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return as_dicts(self.made_by() if callable(self.made_by) else iter(self.made_by), "rows")
+        return iterate_rows(self.made_by() if callable(self.made_by) else iter(self.made_by), "rows")
 
 
-class Reader:
+class StreamReader:
     """The training rows of a stream by their number. It reads on, remembers the last ones, and starts over if asked."""
 
     def __init__(
-        self, stream: Stream, problem: Callable[[Mapping[str, Any], str], Problem], held: Callable[[Problem], bool]
+        self, stream: RestartableRows, problem: Callable[[Mapping[str, Any], str], Problem], held: Callable[[Problem], bool]
     ):
         self.stream, self.problem, self.held = stream, problem, held
         self.length: int | None = None
@@ -204,7 +204,7 @@ class Reader:
 
     def _restart(self) -> None:
         self._rows = enumerate(self.stream)
-        self._last: deque[Problem] = deque(maxlen=KEPT)
+        self._last: deque[Problem] = deque(maxlen=STREAM_BUFFER_SIZE)
         self._read = 0
 
     def __getitem__(self, index: int) -> Problem:
@@ -231,7 +231,7 @@ class Reader:
         return None
 
 
-_READERS: dict[Any, Reader] = {}
+_READERS: dict[Any, StreamReader] = {}
 
 
 @dataclass(frozen=True)
@@ -248,11 +248,11 @@ class RowStream(Rows):
         return None
 
     @property
-    def _reader(self) -> Reader:
+    def _reader(self) -> StreamReader:
         if self not in _READERS:
             tested = {str(problem.prompt) for problem in self._tests or ()}
             held = (lambda p: str(p.prompt) in tested) if self.eval else (lambda p: is_held_out(p.prompt))
-            _READERS[self] = Reader(self._found(self.source), self.problem, held)
+            _READERS[self] = StreamReader(self._found(self.source), self.problem, held)
         return _READERS[self]
 
     @property

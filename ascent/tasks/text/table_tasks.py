@@ -351,13 +351,13 @@ class OfflineFile(TableTask):
             raise ConfigError(self.usage)
         if part != "train":
             return None
-        if not self.source.startswith(python_objects.PREFIX):
+        if not self.source.startswith(python_objects.OBJECT_PREFIX):
             return user_files.read_jsonl(self.source)
         return [(f"rows, row {i}", row) for i, row in enumerate(python_objects.find_object(self.source, "rows"))]
 
     def stamp(self) -> object:
-        given = self.source.startswith(python_objects.PREFIX)
-        return self.source in python_objects.KNOWN if given else super().stamp()
+        given = self.source.startswith(python_objects.OBJECT_PREFIX)
+        return self.source in python_objects.OBJECTS if given else super().stamp()
 
     def tabulate(self) -> ProblemTable:
         train, test = user_files.split_held_out(

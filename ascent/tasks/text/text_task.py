@@ -14,7 +14,7 @@ from ascent.core.errors import ConfigError
 from ascent.sandbox.sandboxed_reward import SandboxSettings, check_isolation
 from ascent.tasks.agent_sources import agent_source, verify_agent
 from ascent.tasks.base import BaseTask
-from ascent.tasks.reward_sources import OWN, RewardSource, absolute_source, call_of, parse_rewards
+from ascent.tasks.reward_sources import OWN, RewardSource, absolute_source, resolve_reward_call, parse_rewards
 from ascent.tasks.tool_sources import check_game, tool_sources
 from ascent.tasks.user_files import absolute_path, is_held_out, load_python
 
@@ -264,7 +264,7 @@ class TextTask(BaseTask):
         for entry in self.rewards:
             entry.verify()
             if entry.kind == "sandbox":
-                call_of(entry.source, sandbox=self.sandbox_settings)
+                resolve_reward_call(entry.source, sandbox=self.sandbox_settings)
         for flag, source in [("--environment", self.environment), *(("--tools", tool) for tool in self.tools)]:
             if source.startswith("python:") and not callable(load_python(flag, source)):
                 raise ConfigError(
