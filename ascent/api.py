@@ -45,7 +45,7 @@ from ascent.runs.trackers.tracker_threads import Trackers, check_trackers
 from ascent.runs.trust import record_run
 from ascent.runs.untrusted_files import naming_file
 from ascent.settings import PLAIN, check_run_length, config_from, configure
-from ascent.tasks.python_objects import describe_objects, compare_objects, object_label, renamed
+from ascent.tasks.python_objects import compare_objects, describe_objects, object_label, replace_object_names
 
 RESULT_METRICS = (
     "reward",
@@ -322,7 +322,7 @@ def _model_given(run: Run, objects: dict[str, Any]) -> tuple[Any, Any] | None:
 
 def _record_changed_objects(run: Run, folder: RunFolder, step: int) -> list[str]:
     """Record objects that replace others in config.json and run.json, and return notes on the differences."""
-    settings = renamed(read_settings(folder.path / "config.json", with_description=True), run.changed)
+    settings = replace_object_names(read_settings(folder.path / "config.json", with_description=True), run.changed)
     was = dict(folder.run["objects"])
     notes = [
         f"{object_label(old)}: another one from here on\n{compare_objects(old, new, was[old])}"

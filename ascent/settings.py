@@ -32,9 +32,9 @@ from ascent.models import POLICIES
 from ascent.models.causal_lm import lora_settings, register_model
 from ascent.tasks import TASKS
 from ascent.tasks.base import BaseTask
-from ascent.tasks.python_objects import find_object, object_label, register_class, object_names
+from ascent.tasks.python_objects import find_object, object_label, object_names, register_class
 from ascent.tasks.reward_sources import register_rewards
-from ascent.tasks.text.python_rows import task_from_object, register_rows
+from ascent.tasks.text.python_rows import register_rows, task_from_object
 from ascent.tasks.tool_sources import CALLABLE_SETTINGS, register_callables
 from ascent.tasks.user_files import load_python
 

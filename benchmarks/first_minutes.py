@@ -74,7 +74,7 @@ def overhead(model: Path, folder: Path, calls: int) -> float:
     The two take turns, call by call, so that a busy machine slows down both.
     """
     import ascent
-    from ascent.rewards.grading import RewardManager
+    from ascent.rewards.reward_manager import RewardManager
     from ascent.settings import configure
 
     (folder / "mine.py").write_text(REWARD)

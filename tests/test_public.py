@@ -13,7 +13,7 @@ import pytest
 
 import ascent
 from ascent.core.algorithms import MENU
-from ascent.rewards.grading import self_test
+from ascent.rewards.reward_manager import self_test
 from ascent.settings import configure
 
 

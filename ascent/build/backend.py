@@ -27,38 +27,38 @@ SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p")
 
 
 class BoundTask(Task, Protocol):
-    """A task that is bound to its policy's tokens and to its learned rewards: everything that workflows ask of it."""
+    """A task bound to its policy's tokenizer and its learned rewards: the interface that workflows use."""
 
     stop_token_ids: frozenset[int]
     """The tokens that end a response."""
-    passes: Any
-    """Passes over its rows, a `tasks.passes.Passes`; None: it has no rows."""
+    epoch_sampler: Any
+    """Order of the rows (`tasks.epochs.EpochSampler`); None: the task has no rows."""
     conversations: Any
     """Starts the conversations of prompts (`Prompts.start_episodes`); None: responses have a single turn."""
 
-    def words(self, ids: Sequence[int]) -> str:
-        """A response as it is graded, without the token that ended it."""
+    def response_text(self, ids: Sequence[int]) -> str:
+        """Return a response as it is graded, without the token that ended it."""
 
-    def record(self, ids: Sequence[int]) -> Any:
-        """A response as a JSONL file has it: words, or numbers, without the token that ended it."""
+    def response_record(self, ids: Sequence[int]) -> Any:
+        """Return a response as JSONL files store it: text or a list of numbers, without the token that ended it."""
 
-    def piece(self, token: int) -> str:
-        """One token as a person reads it."""
+    def token_text(self, token: int) -> str:
+        """Return the text of one token."""
 
-    def question(self, prompts: Prompts | Rollouts, place: int) -> Any:
-        """The prompt at this place of a batch, for people and for files: a `tasks.base.WrittenPrompt`."""
+    def readable_prompt(self, prompts: Prompts | Rollouts, index: int) -> Any:
+        """Return a prompt for display and for files: a `tasks.base.ReadablePrompt`."""
 
-    def vote(self, response: str, answer: Any) -> str:
-        """The answer that a response gives, in one spelling, so that equal answers are counted together."""
+    def normalize_answer(self, response: str, answer: Any) -> str:
+        """Extract the answer of a response in a normal form, so that a majority vote can count equal answers."""
 
-    def read_prompts(self, typed: Sequence[str], plain: bool) -> tuple[Prompts, list[str]]:
-        """Prompts that a person typed, as tokens and in words; `plain`: without the task's instruction."""
+    def encode_prompts(self, texts: Sequence[str], plain: bool) -> tuple[Prompts, list[str]]:
+        """Return prompts that a user typed, and their text; `plain`: without the task's instruction."""
 
-    def cut_steps(self, ids: list[int], separator: str) -> tuple[list[Any], list[int]]:
-        """The steps of a response as a JSONL file has them, and the places of their last tokens."""
+    def split_steps(self, ids: list[int], separator: str) -> tuple[list[Any], list[int]]:
+        """Return the steps of a response as JSONL files store them, and the indices of their last tokens."""
 
-    def report(self) -> list[str]:
-        """What was left out of the data, in words."""
+    def data_notes(self) -> list[str]:
+        """Describe the rows that were left out of the data."""
 
 
 class OfflineEngine(RolloutEngine):

@@ -47,7 +47,7 @@ from ascent.inference.remote.remote_engine import RemoteEngine
 from ascent.inference.remote.request_forwarder import RemoteConversationEngine
 from ascent.inference.stop_strings import StopStrings
 from ascent.models.causal_lm import PYTHON_MODELS, LanguageModel, is_mixed_precision, pick_device
-from ascent.rewards.grading import rate_responses, self_test
+from ascent.rewards.reward_manager import rate_responses, self_test
 from ascent.rewards.tokenized_task import OfflineTextTask, TokenizedTask
 from ascent.rollout.conversation_task import bind_text_environment
 from ascent.sandbox.sandboxed_reward import check_isolation
@@ -193,16 +193,16 @@ class LanguageBackend(Backend):
     def remote_engine(self, config: Config, model: LanguageModel, generator: torch.Generator) -> RemoteEngine:
         task = config.task
         stops = StopStrings(task.stop, model.tokenizer, model.vocab_size) if task.stop else None
-        longest, most = task.max_prompt + task.room, task.max_tokens if task.has_environment else 0
+        longest, most = task.max_prompt + task.max_response_tokens, task.max_tokens if task.has_environment else 0
         kind = RemoteConversationEngine if task.agent else RemoteEngine
-        return kind(config.policy, model, task.room, longest, config.temperature, generator, stops, most)
+        return kind(config.policy, model, task.max_response_tokens, longest, config.temperature, generator, stops, most)
 
     def local_engine(self, config: Config, model: LanguageModel, generator: torch.Generator) -> LocalEngine:
         task, support = config.task, SamplingParams(config.top_k, config.top_p, config.min_p, config.task.min_tokens)
         stops = StopStrings(task.stop, model.tokenizer, model.vocab_size) if task.stop else None
         how = (config.temperature, generator, support, config.policy.rows, stops)
         kind = LocalConversationEngine if task.agent else LocalEngine
-        return kind(model, task.room, *how, most=task.max_tokens if task.has_environment else 0)
+        return kind(model, task.max_response_tokens, *how, most=task.max_tokens if task.has_environment else 0)
 
     def timeline(self, engine: Any) -> OccupancyTimeline:
         return engine.timeline
@@ -240,7 +240,7 @@ class LanguageBackend(Backend):
     ) -> PreflightReport:
         """Batch sizes, memory, the reward and a first sample. Random streams are left as they are."""
         report, limits = PreflightReport(arithmetic(config)), config.task
-        room, need = _positions(model), limits.max_prompt + limits.room
+        room, need = _positions(model), limits.max_prompt + limits.max_response_tokens
         if room is not None and need > room:
             what = f"--max-prompt {limits.max_prompt} and --max-tokens {limits.max_tokens} make {need} positions"
             if limits.has_environment:
@@ -261,9 +261,9 @@ class LanguageBackend(Backend):
             sample = report_sample(config, task, probe, report)
             if not config.task.agent:  # how long agents take, short trials of the model do not say
                 report_seconds(config, learner, task, probe, sample, report)
-        if config.task.sandboxed:
+        if config.task.uses_sandbox:
             report.lines.append(f"sandbox    {check_isolation(config.task.sandbox_settings).describe()}")
-        report.lines += [f"data       {line}" for line in task.report()]
+        report.lines += [f"data       {line}" for line in task.data_notes()]
         return report
 
     def policy(self, config: Config, params: Params | None) -> LanguageModel:
@@ -300,7 +300,7 @@ class LanguageBackend(Backend):
     def engine_for_prompts(
         self, config: Config, policy: LanguageModel, prompts: Prompts, seed: int, version: int
     ) -> LocalEngine:
-        limit, width = config.task.room, prompts.prompt.shape[1]
+        limit, width = config.task.max_response_tokens, prompts.prompt.shape[1]
         room = _positions(policy) or width + limit
         if width + limit > room:
             raise ConfigError(
@@ -362,7 +362,7 @@ class LanguageBackend(Backend):
 
 def _check_sharing(lm: LanguageModel, config: Config, fused: bool = False) -> tuple[str, ...]:
     """Prove the forward passes; say it where prompts cannot be shared though they were asked to be."""
-    longest, share = config.task.max_prompt + config.task.room, config.policy.share_prompts
+    longest, share = config.task.max_prompt + config.task.max_response_tokens, config.policy.share_prompts
     sampled = config.algorithm.loss.trains == "policy" and config.task.data == "samples"
     why = prove(lm, longest, share, sampled, fused)
     if why is None or not share:

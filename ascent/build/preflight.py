@@ -54,9 +54,9 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
     channel = getattr(model, "head_dim", None) or width // heads
     shared = getattr(model, "num_key_value_heads", None) or heads
     rows = min(rows, (1 + config.ahead) * config.prompts * config.samples)
-    tokens = config.task.room + config.task.max_prompt // max(config.samples, 1)
+    tokens = config.task.max_response_tokens + config.task.max_prompt // max(config.samples, 1)
     repeated = 1 if lm.can_share_prompts else config.samples
-    longest = repeated * config.task.max_prompt + config.samples * config.task.room
+    longest = repeated * config.task.max_prompt + config.samples * config.task.max_response_tokens
     micro = min(learner.plan.tokens, config.prompts * longest)
     weights = sum(p.numel() * p.element_size() for p in every)
     alone = learner.computes_alone
@@ -133,8 +133,10 @@ def report_update(config: Config, learner: LanguageLearner, report: PreflightRep
     """What an update computes and how it is cut, if every prompt and response is as long as it may be."""
     plan, task, lm = learner.plan, config.task, learner.whole_lm
     prompts, samples = -(-config.prompts // config.minibatches), config.samples
-    every, attention = update_operations(lm, [task.max_prompt] * prompts, [[task.room] * samples] * prompts)
-    one = task.room + round((plan.repeat if lm.can_share_prompts else 1) * task.max_prompt)
+    every, attention = update_operations(
+        lm, [task.max_prompt] * prompts, [[task.max_response_tokens] * samples] * prompts
+    )
+    one = task.max_response_tokens + round((plan.repeat if lm.can_share_prompts else 1) * task.max_prompt)
     whole = task.max_prompt * lm.can_share_prompts + samples * one
     parts = -(-prompts * whole // plan.tokens) if whole <= plan.tokens else prompts * -(-whole // plan.tokens)
     report.lines.append(
@@ -236,21 +238,21 @@ def report_seconds(
     prompts, samples, limits = config.prompts, config.samples, config.task
     rows = min(probe.rows, prompts * samples)
     drawn = task.draw(-(-rows // samples), torch.Generator().manual_seed(config.seed + 3_000_017))
-    short, twice = min(trial_timings.SHORT, limits.room), learner.lm.device.type == "cuda"
+    short, twice = min(trial_timings.SHORT, limits.max_response_tokens), learner.lm.device.type == "cuda"
     calls = [] if twice else [sample]
-    for groups, limit in ((1, short), (len(drawn), short), *[(sample.prompts, limits.room)] * twice):
+    for groups, limit in ((1, short), (len(drawn), short), *[(sample.prompts, limits.max_response_tokens)] * twice):
         for _ in range(1 + twice):  # on a GPU the first call captures its graphs
             _, call = trial_timings.timed(probe, drawn[torch.arange(min(groups, len(drawn)))], samples, limit)
         calls.append(call)
     costs, mean = trial_timings.sampling_costs(calls), sample.tokens / (sample.prompts * samples)
-    lengths = ((mean, sample.steps), (limits.room, limits.room))
+    lengths = ((mean, sample.steps), (limits.max_response_tokens, limits.max_response_tokens))
     sampling = [trial_timings.sampling_seconds(costs, prompts, samples, rows, *length) for length in lengths]
     parts = [f"sampling {trial_timings.duration(sampling[0])}"]
     most = [trial_timings.duration(sampling[1])]
     if not config.algorithm.update.full_batch:
         prompt = round(float((drawn.prompt >= 0).sum(-1).double().mean()))
-        rate = trial_timings.update_rate(learner, prompt, limits.room)
-        both = ((prompt, round(mean)), (limits.max_prompt, limits.room))
+        rate = trial_timings.update_rate(learner, prompt, limits.max_response_tokens)
+        both = ((prompt, round(mean)), (limits.max_prompt, limits.max_response_tokens))
         update = [trial_timings.update_seconds(config, learner, rate, *lengths) for lengths in both]
         parts, most = (
             [*parts, f"update {trial_timings.duration(update[0])}"],

@@ -61,7 +61,7 @@ def check_rewards(backend: Backend, task: Any, reads_data: bool = True) -> None:
             entry.verify()
     for source in backend.reward_sources(task):
         if source.startswith("judge:"):
-            read_judge(source.removeprefix("judge:")).insist()
+            read_judge(source.removeprefix("judge:")).validated()
 
 
 def bind_task(backend: Backend, task: Any, model: Any, scores: bool = True) -> BoundTask:

@@ -39,7 +39,7 @@ class SmallBackend(Backend):
             raise ConfigError("--top-k, --top-p and --min-p are for language models: leave them out here")
         if config.ranks.shard == "shard":
             raise ConfigError("--ranks.shard shard: a small policy fits everywhere. Set replicate, or leave it out")
-        if config.task.episode() is not None and not getattr(config.policy, "reads", False):
+        if config.task.make_environment() is not None and not getattr(config.policy, "reads", False):
             raise ConfigError(
                 f"--policy {name_of(config.policy)} with {name_of(config.task)}, which answers its turns: every "
                 "position is drawn by itself, whatever was answered before it. Use --policy transformer"

@@ -19,11 +19,11 @@ class Run(RunRecord):
         path, config = self.checkpoint(), self.config
         backend, policy = backend_of(config), load_policy(config, path)
         task = backend.bind(config.task, policy, {})
-        typed, words = task.read_prompts([prompts] if isinstance(prompts, str) else prompts, False)
+        typed, words = task.encode_prompts([prompts] if isinstance(prompts, str) else prompts, False)
         engine = backend.engine_for_prompts(config, policy, typed, seed, checkpoint.step_of(path))
         drawn = engine.generate(typed, count, greedy)
         rows = [(p, s) for p in range(len(words)) for s in range(count)]
-        texts = [task.words(drawn.response[p, s][drawn.mask[p, s]].tolist()) for p, s in rows]
+        texts = [task.response_text(drawn.response[p, s][drawn.mask[p, s]].tolist()) for p, s in rows]
         return Completions({"prompt": words[p], "response": text} for (p, _), text in zip(rows, texts, strict=True))
 
     @property

@@ -71,7 +71,7 @@ class PlanCommand(Command):
         check_counts(1, gpus=self.gpus, nodes=self.nodes, prompt_tokens=self.prompt_tokens)
         if self.gpus * self.nodes > MAX_GPUS:
             raise ConfigError(f"--gpus {self.gpus} --nodes {self.nodes}: plans have at most {MAX_GPUS:,} GPUs")
-        limit = config.task.room
+        limit = config.task.max_response_tokens
         mean = max(1, limit // 2) if self.answer_tokens is None else self.answer_tokens
         if not 1 <= mean <= limit:
             raise ConfigError(f"--answer-tokens {mean}: set 1 to {limit}, the limit of a response (--max-tokens)")

@@ -23,7 +23,7 @@ from ascent.environments.episode_process import Source
 from ascent.environments.tool_chat import tool_instruction
 from ascent.environments.tools import Tools, load_tool, parse_tool_counts, schemas_of
 from ascent.processes.supervisor import Limits
-from ascent.rewards.grading import RewardManager
+from ascent.rewards.reward_manager import RewardManager
 from ascent.rollout.conversation_task import make_environment_source
 from ascent.rollout.conversations import POLL_SECONDS, EnvironmentPool, problem_seed
 from ascent.runs.display.terminal import printable, wrapped
@@ -203,7 +203,7 @@ def _next_step(pool: EnvironmentPool, turn: int) -> Step:
 
 
 def small_episode(task: Any, seed: int) -> PlayedEpisode:
-    if task.episode() is None:
+    if task.make_environment() is None:
         raise ConfigError(
             f"{type(task).__name__.lower()} has no environment: a response is one turn. Try guess or swaps"
         )
@@ -330,7 +330,7 @@ def _parse_reward(text: str) -> float:
 
 def play_environment(loaded: LoadedPolicy, seed: int, terminal: Terminal) -> None:
     task, words = loaded.config.task, loaded.backend.words
-    if not words and task.episode() is None:
+    if not words and task.make_environment() is None:
         raise ConfigError(f"{type(task).__name__.lower()} has one turn: the policy reads no observation")
     if words and not task.has_environment:  # the class is only named: no process creates it
         with_person = replace(task, environment=f"python:{__file__}:Person")
@@ -394,12 +394,12 @@ def _person_factory(task: Any, bound: Any, words: bool, terminal: Terminal) -> C
 def _first_prompt(bound: Any, has_opening: bool, has_tools: bool, seed: int, terminal: Terminal) -> Prompts:
     """Return one held-out prompt, with the first observation that the person types if `has_opening`."""
     if has_opening:
-        bound.task.opening = None
+        bound.task.first_observation = None
     prompts = bound.held_out(NUM_PROBLEMS)
     place = random.Random(seed).randrange(len(prompts))
-    question = bound.question(prompts, place)
+    question = bound.readable_prompt(prompts, place)
     problem = bound.conversations.problem(prompts, place)
-    terminal.show_turn("prompt", question.words)
+    terminal.show_turn("prompt", question.text)
     if problem.answer is not None:
         terminal.note(f"The right answer: {problem.answer}")
     hint = "Type what the policy reads next. /reward X sets the reward of its turn; /end [X] ends the episode."
@@ -407,7 +407,7 @@ def _first_prompt(bound: Any, has_opening: bool, has_tools: bool, seed: int, ter
     if has_opening:
         terminal.note("First observation (empty: none):")
         first = terminal.ask(YOU)
-        bound.task.opening = lambda _: first
+        bound.task.first_observation = lambda _: first
         prompts = bound.held_out(NUM_PROBLEMS)
     return prompts[torch.tensor([place])]
 

@@ -346,7 +346,7 @@ class SampleCommand(PolicyCommand):
             rows = answer_held_out(loaded, self.count or 4, self.greedy, self.seed)
         else:
             rows = answer_prompts(loaded, prompts, self.count or 1, self.greedy, self.plain, self.seed)
-        piece = loaded.unscored_task().piece if self.logp else None
+        piece = loaded.unscored_task().token_text if self.logp else None
         print(json.dumps(rows) if self.json else responses_text(rows, piece, colour_wanted()))
 
 

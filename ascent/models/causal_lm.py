@@ -536,7 +536,7 @@ class LanguageModel(nn.Module):
         # transformers inspects every element of a list, which takes longer than decoding; an array is faster
         return self.tokenizer.decode(np.asarray(ids, dtype=np.int64), skip_special_tokens=True)
 
-    def piece(self, token: int) -> str:
+    def token_text(self, token: int) -> str:
         """Return one token as text, special tokens included."""
         return self.tokenizer.decode([token])
 

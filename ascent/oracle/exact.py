@@ -101,7 +101,7 @@ def every_episode(task: Any, prompts: Prompts, temperature: float = 1.0) -> tupl
     The task's environment keeps its state in `state` and offers `outcomes`; a turn has `turn_tokens` tokens.
     """
     space, turn = task.space, task.turn_tokens
-    environment = task.episode()
+    environment = task.make_environment()
     environment.begin(task.problem(prompts, 0), random.Random(0))
     actions = [list(ids) for ids in itertools.product(range(space.vocab), repeat=turn)]
     going = [Episode([], [], [], [], 1.0, environment.state)]
@@ -224,7 +224,7 @@ class Table:
             p.requires_grad_(trained.requires_grad)
         self.sampler = self.old if sampler is None else _double(sampler)
         self.reference = None if reference is None else _double(reference)
-        if getattr(task, "episode", lambda: None)() is None:
+        if getattr(task, "make_environment", lambda: None)() is None:
             rollouts = every_response(policy.space, prompt.unsqueeze(0), temperature)
             self.chance = torch.ones(rollouts.mask.shape[1], dtype=torch.float64)
         else:

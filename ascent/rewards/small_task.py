@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ascent.core.errors import ConfigError
 from ascent.core.types import Prompts, Rollouts, Scores, Space
-from ascent.tasks.base import TaskWrapper, ReadablePrompt
+from ascent.tasks.base import ReadablePrompt, TaskWrapper
 from ascent.tasks.epochs import EpochSampler
 from ascent.tasks.scoring import offline_rollouts, offline_scores, pad_responses
 from ascent.tasks.small import sorting
@@ -42,7 +42,7 @@ class BoundSmallTask(TaskWrapper):
     def __init__(self, task: Any, rewards: Mapping[str, Any] | None = None):
         self.task, self.rewards = task, rewards or {}
         self.stop_token_ids = frozenset({task.space.end} - {None})
-        self.reward_parts = getattr(task, "rewards", ())
+        self.reward_sources = getattr(task, "rewards", ())
         """The parts of the reward that are measured apart, with their weights."""
         for source, model in self.rewards.items():
             theirs, ours = model.config.task.space, task.space
@@ -54,26 +54,26 @@ class BoundSmallTask(TaskWrapper):
             return self.task.score(rollouts)
         return sorting.score_rewards(self.task.rewards, rollouts, self.task.space, self.rewards)
 
-    def words(self, ids: Sequence[int]) -> str:
-        return " ".join(str(i) for i in self.record(ids))
+    def response_text(self, ids: Sequence[int]) -> str:
+        return " ".join(str(i) for i in self.response_record(ids))
 
-    def record(self, ids: Sequence[int]) -> list[int]:
+    def response_record(self, ids: Sequence[int]) -> list[int]:
         return [int(i) for i in ids if i not in self.stop_token_ids]
 
-    def piece(self, token: int) -> str:
+    def token_text(self, token: int) -> str:
         return str(token)
 
-    def question(self, prompts: Prompts | Rollouts, place: int) -> ReadablePrompt:
-        ids = prompts.prompt[place].tolist()
+    def readable_prompt(self, prompts: Prompts | Rollouts, index: int) -> ReadablePrompt:
+        ids = prompts.prompt[index].tolist()
         return ReadablePrompt(self.text(ids), ids, ids)
 
-    def vote(self, response: str, answer: Any) -> str:
+    def normalize_answer(self, response: str, answer: Any) -> str:
         """The response itself."""
         return response
 
-    def read_prompts(self, typed: Sequence[str], plain: bool) -> tuple[Prompts, list[str]]:
+    def encode_prompts(self, typed: Sequence[str], plain: bool) -> tuple[Prompts, list[str]]:
         prompts = Prompts.of(torch.tensor([self._numbers(text) for text in typed]))
-        return prompts, [self.question(prompts, place).words for place in range(len(typed))]
+        return prompts, [self.readable_prompt(prompts, index).text for index in range(len(typed))]
 
     def _numbers(self, text: str) -> list[int]:
         """As many numbers as a prompt takes, each one that the task knows."""
@@ -88,7 +88,7 @@ class BoundSmallTask(TaskWrapper):
             )
         return numbers
 
-    def cut_steps(self, ids: list[int], separator: str) -> tuple[list[Any], list[int]]:
+    def split_steps(self, ids: list[int], separator: str) -> tuple[list[Any], list[int]]:
         """Every token is a step."""
         return [END_STEP if token in self.stop_token_ids else token for token in ids], list(range(len(ids)))
 
@@ -117,12 +117,12 @@ class SmallOfflineTask(BoundSmallTask):
                 f"the task {type(task).__name__.lower()} offers no {data} to learn from; sort does: ascent train sort"
             )
         self.file = read_examples(Path(file), task.space, data) if file else None
-        self.passes = EpochSampler(len(self.file.train), lambda _: True) if self.file is not None else None
+        self.epoch_sampler = EpochSampler(len(self.file.train), lambda _: True) if self.file is not None else None
 
     def step_prompts(self, step: int, count: int, seed: int, generator: torch.Generator) -> Prompts:
-        if self.file is None or self.passes is None:
+        if self.file is None or self.epoch_sampler is None:
             return self.task.draw(count, generator)
-        rows, epoch = self.passes.rows(step, count, seed)
+        rows, epoch = self.epoch_sampler.rows(step, count, seed)
         row = self.file.train[rows]
         return Prompts(self.file.prompt[row], row, epoch)
 

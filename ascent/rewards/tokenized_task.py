@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ascent.core.errors import ConfigError, RunError
 from ascent.core.types import Prompts, Rollouts, Scores, Space
-from ascent.rewards.grading import StartedRewards, RewardManager
+from ascent.rewards.reward_manager import RewardManager, StartedRewards
 from ascent.tasks import scoring
-from ascent.tasks.base import TaskWrapper, ReadablePrompt
-from ascent.tasks.epochs import StreamSampler, EpochSampler
+from ascent.tasks.base import ReadablePrompt, TaskWrapper
+from ascent.tasks.epochs import EpochSampler, StreamSampler
 from ascent.tasks.text.answer_checking import loose_answer, tidy, value_of, whole_number
 from ascent.tasks.text.python_rows import STREAM_BUFFER_SIZE
 from ascent.tasks.text.text_task import Message, Problem, TextTask
@@ -56,7 +56,7 @@ class Encoder(Protocol):
     def decode(self, ids: list[int] | np.ndarray) -> str:
         """Tokens as words, special ones left out."""
 
-    def piece(self, token: int) -> str:
+    def token_text(self, token: int) -> str:
         """One token as a person reads it, special ones too."""
 
 
@@ -70,9 +70,9 @@ class TokenizedTask(TaskWrapper):
 
     def __init__(self, task: TextTask, encoder: Encoder, graders: Mapping[str, Any] | None = None):
         self.task, self.encoder, self.graders = task, encoder, graders or {}
-        self.space = Space(task.max_prompt, encoder.vocab_size, task.room, encoder.eos_token_id)
-        self.stop_token_ids, self.piece = encoder.stop_token_ids, encoder.piece
-        self.reward_parts = task.rewards
+        self.space = Space(task.max_prompt, encoder.vocab_size, task.max_response_tokens, encoder.eos_token_id)
+        self.stop_token_ids, self.token_text = encoder.stop_token_ids, encoder.token_text
+        self.reward_sources = task.rewards
         """The parts of the reward that are measured apart, with their weights."""
         self.train = lru_cache(_REMEMBERED)(task.train)
         self.tests: list[Problem] = []
@@ -82,23 +82,23 @@ class TokenizedTask(TaskWrapper):
         self.too_long: set[int] = set()
         self.empty: set[int] = set()
         """Hashes of the prompts that have too many tokens, or none."""
-        self.opening: Callable[[Problem], str] | None = None
+        self.first_observation: Callable[[Problem], str] | None = None
         """What an environment says before the first turn, where there is one."""
         self.grading: RewardManager | None = None
         self.early: dict[tuple[int, str], list[StartedRewards]] = {}
         """Rewards that are being computed already, by problem and response: those of equal responses in any order."""
 
     @cached_property
-    def passes(self) -> EpochSampler | StreamSampler | None:
+    def epoch_sampler(self) -> EpochSampler | StreamSampler | None:
         size = self.task.size
-        if self.task.in_order:
+        if self.task.is_stream:
             return StreamSampler(lambda row: self._training_prompt(row) is not None)
         return None if size is None else EpochSampler(size, lambda row: self._training_prompt(row) is not None)
 
     def step_prompts(self, step: int, count: int, seed: int, generator: torch.Generator) -> Prompts:
-        if self.passes is None:
+        if self.epoch_sampler is None:
             return self.draw(count, generator)
-        rows, epoch = self.passes.rows(step, count, seed)
+        rows, epoch = self.epoch_sampler.rows(step, count, seed)
         if not rows:
             raise self._too_few(0, count)
         return replace(self._prompts([(row, self._training_prompt(row) or []) for row in rows]), epoch=epoch)
@@ -125,9 +125,9 @@ class TokenizedTask(TaskWrapper):
 
     def _drawn_from(self, count: int) -> tuple[int, int]:
         """The indices to draw from: any; of a stream, what has come so far, and at first what comes first."""
-        if not self.task.in_order:
+        if not self.task.is_stream:
             return 0, 2**62
-        read = max(getattr(self.passes, "position", 0), 4 * count)
+        read = max(getattr(self.epoch_sampler, "position", 0), 4 * count)
         return max(0, read - STREAM_BUFFER_SIZE), read
 
     def _too_few(self, drawn: int, count: int) -> ConfigError:
@@ -162,7 +162,7 @@ class TokenizedTask(TaskWrapper):
 
     def _prompts(self, rows: list[tuple[int, list[int]]]) -> Prompts:
         identities = [identity for identity, _ in rows]
-        limits = torch.tensor([self.task.limit(self.problem(identity)) for identity in identities])
+        limits = torch.tensor([self.task.token_limit(self.problem(identity)) for identity in identities])
         return Prompts(pad_prompts([ids for _, ids in rows]), torch.tensor(identities), limits=limits)
 
     def problem(self, identity: int) -> Problem:
@@ -178,7 +178,7 @@ class TokenizedTask(TaskWrapper):
         return self._opened(self.task.messages(problem), problem)
 
     def _opened(self, chat: list[Message], problem: Problem) -> list[Message]:
-        if self.opening is not None and (words := self.opening(problem)):
+        if self.first_observation is not None and (words := self.first_observation(problem)):
             chat[-1] = {**chat[-1], "content": "\n\n".join(filter(None, [chat[-1]["content"], words]))}
         return chat
 
@@ -196,12 +196,14 @@ class TokenizedTask(TaskWrapper):
         self.grading = self.grading or RewardManager(self.task, self.graders)
         if len(self.early) > _REMEMBERED:  # nobody asked for them
             self.early.clear()
-        words = [self.words(np.asarray(ids)) for ids in responses]
+        words = [self.response_text(np.asarray(ids)) for ids in responses]
         pairs = [(self.problem(identity), text) for identity, text in zip(problems, words, strict=True)]
         for identity, text, begun in zip(problems, words, self.grading.begin(pairs), strict=True):
             self.early.setdefault((identity, text), []).append(begun)
 
-    def _begun_early(self, rollouts: Rollouts, responses: list[tuple[Problem, str]]) -> list[StartedRewards | None] | None:
+    def _begun_early(
+        self, rollouts: Rollouts, responses: list[tuple[Problem, str]]
+    ) -> list[StartedRewards | None] | None:
         """Of each response what was begun; None: nothing was."""
         if not self.early or rollouts.problem is None:
             return None
@@ -217,7 +219,7 @@ class TokenizedTask(TaskWrapper):
         shape = rollouts.mask.shape[:2]
         self.grading = self.grading or RewardManager(self.task, self.graders)
         responses = self._responses(rollouts)
-        marks = self.grading(responses, self._begun_early(rollouts, responses))
+        marks = self.grading(responses, self._take_started(rollouts, responses))
 
         def grid(values: Sequence[Any], kind: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=kind).view(shape)
@@ -249,17 +251,17 @@ class TokenizedTask(TaskWrapper):
         responses: list[tuple[list[Message], list[str], bool]] = []
         places: list[tuple[int, int, Tensor]] = []
         for p, (group, masks) in enumerate(zip(rollouts.response, rollouts.mask, strict=True)):
-            chat = self.question(rollouts, p).chat
+            chat = self.readable_prompt(rollouts, p).messages
             for s, (response, mask) in enumerate(zip(group, masks, strict=True)):
                 before, is_drawn = list(chat), mask.tolist().__getitem__
                 for drawn, run in groupby(rollouts.present[p, s].nonzero().flatten().tolist(), is_drawn):
                     tokens = torch.tensor(list(run))
                     ids = response[tokens].tolist()
                     if drawn:
-                        steps, last = self.cut_steps(ids, model.separator)
+                        steps, last = self.split_steps(ids, model.separator)
                         responses.append((before, steps, ids[-1] in self.stop_token_ids))
                         places.append((p, s, tokens[last]))
-                        before = [*before, {"role": "assistant", "content": self.words(ids)}]
+                        before = [*before, {"role": "assistant", "content": self.response_text(ids)}]
                     elif len(before) > len(chat):  # the rest of a prompt comes before the first turn
                         before = [*before, {"role": "user", "content": self._observation(ids)}]
         for (p, s, tokens), values in zip(places, model.rate(responses), strict=True):
@@ -283,25 +285,25 @@ class TokenizedTask(TaskWrapper):
             rollouts.problem.tolist(), rollouts.response.numpy(), answer.numpy(), strict=True
         ):
             problem = self.problem(identity)
-            pairs += [(problem, self.words(tokens[mask])) for tokens, mask in zip(group, masks, strict=True)]
+            pairs += [(problem, self.response_text(tokens[mask])) for tokens, mask in zip(group, masks, strict=True)]
         return pairs
 
-    def words(self, ids: list[int] | np.ndarray) -> str:
+    def response_text(self, ids: list[int] | np.ndarray) -> str:
         """A response in words, without the token that ended it."""
         return self.encoder.decode(ids[:-1] if len(ids) and int(ids[-1]) in self.stop_token_ids else ids)
 
-    record = words
+    response_record = response_text
 
     def text(self, ids: list[int]) -> str:
         return self.encoder.decode([i for i in ids if i != PADDING])
 
-    def question(self, prompts: Prompts | Rollouts, place: int) -> ReadablePrompt:
+    def readable_prompt(self, prompts: Prompts | Rollouts, index: int) -> ReadablePrompt:
         assert prompts.problem is not None, "prompts of a text task carry the identity of their problems"
-        problem = self.problem(int(prompts.problem[place]))
+        problem = self.problem(int(prompts.problem[index]))
         chat = self.messages(problem)
         return ReadablePrompt(_words(chat), chat if len(chat) > 1 else chat[0]["content"], chat, problem.answer)
 
-    def vote(self, response: str, answer: str | None) -> str:
+    def normalize_answer(self, response: str, answer: str | None) -> str:
         """The answer that a response gives, in one spelling: numbers by value, words without case, marks and spacing.
 
         The task's own method `answer(response)` finds it; if there is none, it is found as for the lenient score.
@@ -311,23 +313,23 @@ class TokenizedTask(TaskWrapper):
         value = value_of(whole_number(given))
         return str(value) if value is not None else " ".join(tidy(given).casefold().split())
 
-    def read_prompts(self, typed: Sequence[str], plain: bool) -> tuple[Prompts, list[str]]:
+    def encode_prompts(self, texts: Sequence[str], plain: bool) -> tuple[Prompts, list[str]]:
         """Prompts that a person typed, as in training. None can be scored."""
         task = replace(self.task, instruction="") if plain else self.task
-        chats = [self._opened(task.messages(Problem(text)), Problem(text)) for text in typed]
+        chats = [self._opened(task.messages(Problem(text)), Problem(text)) for text in texts]
         return Prompts.of(pad_prompts([self.encoder.encode(chat) for chat in chats])), [_words(chat) for chat in chats]
 
-    def cut_steps(self, ids: list[int], separator: str) -> tuple[list[str], list[int]]:
+    def split_steps(self, ids: list[int], separator: str) -> tuple[list[str], list[int]]:
         """The token that ends a response has no words."""
         ended = bool(ids) and ids[-1] in self.stop_token_ids
-        pieces = [self.piece(token) for token in ids[: len(ids) - ended]]
+        pieces = [self.token_text(token) for token in ids[: len(ids) - ended]]
         return split_steps([*pieces, *[""] * ended], separator)
 
-    def report(self) -> list[str]:
+    def data_notes(self) -> list[str]:
         left_out = {f"more than {self.task.max_prompt} tokens": self.too_long, "no tokens": self.empty}
         counts = {what: f"{len(them)}{' or more' * (len(them) >= _COUNTED)}" for what, them in left_out.items() if them}
         notes = [f"{count} prompts drawn so far have {what} and are left out" for what, count in counts.items()]
-        return [*self.task.report(), *notes]
+        return [*self.task.data_notes(), *notes]
 
     def close(self) -> None:
         self.early.clear()

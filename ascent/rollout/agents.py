@@ -273,9 +273,9 @@ def bind_agents(task: Any, model: Any, bound: Any) -> Any:
         return bound.problem(int(prompts.problem[index]))
 
     settings = SessionSettings(
-        context_length=task.max_prompt + task.room,
+        context_length=task.max_prompt + task.max_response_tokens,
         max_prompt_tokens=task.max_prompt,
-        max_response_tokens=task.room,
+        max_response_tokens=task.max_response_tokens,
         max_turn_tokens=task.turn_tokens,
         max_sampled_tokens=task.max_tokens,
         max_turns=task.max_turns,

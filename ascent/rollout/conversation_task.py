@@ -38,9 +38,9 @@ class ConversationTask(TaskWrapper):
     def held_out(self, count: int) -> Prompts:
         return replace(self.task.held_out(count), start_episodes=self.conversations)
 
-    def read_prompts(self, typed: Sequence[str], plain: bool) -> tuple[Prompts, list[str]]:
+    def encode_prompts(self, typed: Sequence[str], plain: bool) -> tuple[Prompts, list[str]]:
         """Return prompts that a user typed; each is a whole problem."""
-        prompts, texts = self.task.read_prompts(typed, plain)
+        prompts, texts = self.task.encode_prompts(typed, plain)
         problems = [Problem(text) for text in typed] if self.is_text else None
         return replace(prompts, start_episodes=functools.partial(self.conversations, problems=problems)), texts
 
@@ -110,7 +110,7 @@ def count_tool_calls(notes: Any, like: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def bind_small_environment(task: Any) -> Any:
     """Add the environment of a bound small task, if it has one. Actions and observations are numbers as text."""
-    if task.episode() is None:
+    if task.make_environment() is None:
         return task
     conversations = ConversationFactory(
         InProcessEpisodePool(task.episode),
@@ -149,7 +149,7 @@ def bind_text_environment(task: Any, model: Any, bind: Callable[[Any], Any]) -> 
     conversations = ConversationFactory(
         EpisodePool(source, limits, task.turn_workers),
         find_problem,
-        decode_turn=chat.decode_turn if task.tools else lambda turn, _: bound.words(turn),
+        decode_turn=chat.decode_turn if task.tools else lambda turn, _: bound.response_text(turn),
         render_observation=lambda step, turn, history: template.render_observation(turn, step.observation, history),
         messages=make_messages,
         turn_tokens=task.turn_tokens,
@@ -158,7 +158,7 @@ def bind_text_environment(task: Any, model: Any, bind: Callable[[Any], Any]) -> 
         has_step_rewards=not task.tools,
     )
     if task.environment:
-        bound.opening = conversations.opening
+        bound.first_observation = conversations.opening
     return ConversationTask(bound, conversations, is_text=True)
 
 

@@ -17,7 +17,7 @@ from ascent.runs.run_info import RUN_FORMAT
 from ascent.runs.trust import DESCRIPTION, check_trust
 from ascent.runs.untrusted_files import finite_number, naming_file, read_json, read_lines, read_metrics
 from ascent.settings import config_from, names_of_objects
-from ascent.tasks.python_objects import match_objects, renamed
+from ascent.tasks.python_objects import match_objects, replace_object_names
 from ascent.training.sharded_checkpoint import SHARD_FILES
 
 
@@ -77,7 +77,7 @@ class RunRecord:
         settings = self._trusted_settings()
         with naming_file(self.folder / "config.json"):
             here = {SAVED_MODEL: str(self.folder.resolve() / "model")}
-            return config_from(renamed(settings, self.changed | here))
+            return config_from(replace_object_names(settings, self.changed | here))
 
     def _trusted_settings(self, trusted: bool = False) -> dict[str, Any]:
         """Return the settings; raise ConfigError unless they are plain data, made on this machine or trusted."""

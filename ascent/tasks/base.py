@@ -12,11 +12,11 @@ class BaseTask:
     """What there is to learn from: samples, which the task scores; or demonstrations, pairs or steps of a file."""
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     """Named settings of a whole run; `default` is what `ascent train TASK` uses."""
-    passes: ClassVar[Any] = None
+    epoch_sampler: ClassVar[Any] = None
     """Passes over the rows to train on (`passes.Passes`); None: each step draws anew."""
     conversations: ClassVar[Any] = None
     """Starts the conversations of its prompts, once the task is bound; None: responses have a single turn."""
-    in_order: ClassVar[bool] = False
+    is_stream: ClassVar[bool] = False
     """Its problems come in one order, from a stream: each step takes the next ones."""
 
     @property
@@ -24,7 +24,7 @@ class BaseTask:
         """Are turns of its responses answered by processes, each at its own speed?"""
         return False
 
-    def episode(self) -> Any:
+    def make_environment(self) -> Any:
         """A new `tasks.environment.Environment` for a response of several turns; None: a response is one turn."""
         return None
 
@@ -48,7 +48,7 @@ class BaseTask:
     def verify(self) -> None:
         """Refuse, before any work, what cannot be trained on: files, columns, names, reward functions."""
 
-    def report(self) -> list[str]:
+    def data_notes(self) -> list[str]:
         """What was left out of the data, in words."""
         return []
 
@@ -91,15 +91,15 @@ class TaskWrapper:
 
 
 class ReadablePrompt(NamedTuple):
-    """A prompt for people and for files."""
+    """A prompt for display and for JSONL files."""
 
-    words: str
-    prompt: Any
-    """As a JSONL file has it: words, the messages of a chat, or numbers."""
-    chat: Any
-    """The same, but always as messages where there are any."""
+    text: str
+    content: Any
+    """As in a JSONL file: text, a list of messages, or a list of numbers."""
+    messages: Any
+    """A text prompt always as a list of messages; a prompt of a small task as in `content`."""
     answer: Any = None
-    """The right answer, where one is known."""
+    """The reference answer, if known."""
 
 
 def error_line(error: Exception) -> str:

@@ -107,9 +107,9 @@ class StreamSampler:
 
 def steps_for_epochs(passes: float, prompts: int, task: Any) -> int:
     """Steps that go through the rows of a task this often. Rows that are left out are not counted."""
-    if task.passes is None:
+    if task.epoch_sampler is None:
         raise ConfigError(
             f"--data-epochs {passes:g}: the task has no rows to go through; its prompts are made, and there is no end "
             "of them. Set --steps"
         )
-    return task.passes.steps(passes, prompts)
+    return task.epoch_sampler.steps(passes, prompts)

@@ -36,7 +36,7 @@ MAX_SOURCE_CHARACTERS = 20_000
 
 def register_object(setting: str, value: Any, about: dict[str, Any] | None = None) -> str:
     """The name of an object, under which it is known from here on. `setting`: what it was given as."""
-    described = {"setting": setting, **(about or describe(value))}
+    described = {"setting": setting, **(about or describe_object(value))}
     label = described["name"].rpartition(".")[2].strip("<>")
     name = f"{OBJECT_PREFIX}{label}@{described['hash'][:12]}"
     OBJECTS[name] = value
@@ -75,8 +75,8 @@ def pickle_object(name: str, flag: str) -> bytes:
         holds = OBJECT_DESCRIPTIONS[name].get("holds") or {}
         held = f" It holds {', '.join(f'{k} ({v})' for k, v in holds.items())}." if holds else ""
         raise ConfigError(
-            f"{flag} {object_label(name)} cannot be sent to the processes that compute rewards: {error_line(error)}.{held} "
-            "Make what cannot be sent inside the function, or let it run in this process: "
+            f"{flag} {object_label(name)} cannot be pickled for the reward workers: {error_line(error)}.{held} Create "
+            "what cannot be pickled inside the function, or run the function in the main process with "
             "ascent.Reward(function, in_process=True)"
         ) from None
 
@@ -97,7 +97,9 @@ def object_names(settings: Any) -> Iterator[str]:
 
 def describe_objects(settings: Any) -> dict[str, dict[str, Any]]:
     """What to write down of the objects that settings name."""
-    return {name: OBJECT_DESCRIPTIONS[name] for name in dict.fromkeys(object_names(settings)) if name in OBJECT_DESCRIPTIONS}
+    return {
+        name: OBJECT_DESCRIPTIONS[name] for name in dict.fromkeys(object_names(settings)) if name in OBJECT_DESCRIPTIONS
+    }
 
 
 def match_objects(recorded: Mapping[str, Any], given: Sequence[str], anyway: bool) -> dict[str, str]:
@@ -129,12 +131,12 @@ def match_objects(recorded: Mapping[str, Any], given: Sequence[str], anyway: boo
     return changed
 
 
-def renamed(settings: Any, names: Mapping[str, str]) -> Any:
+def replace_object_names(settings: Any, names: Mapping[str, str]) -> Any:
     """Settings in which objects have other names."""
     if isinstance(settings, Mapping):
-        return {key: renamed(value, names) for key, value in settings.items()}
+        return {key: replace_object_names(value, names) for key, value in settings.items()}
     if isinstance(settings, list | tuple):
-        return [renamed(value, names) for value in settings]
+        return [replace_object_names(value, names) for value in settings]
     if isinstance(settings, str):
         for old, new in names.items():
             settings = settings.removesuffix(old) + new if settings.endswith(old) else settings
@@ -165,7 +167,7 @@ def compare_objects(old: str, new: str, was: Mapping[str, Any]) -> str:
 # ---- what an object looks like ------------------------------------------------------------------------------
 
 
-def describe(value: Any) -> dict[str, Any]:
+def describe_object(value: Any) -> dict[str, Any]:
     """What is written down of an object: its qualified name, its source text, what it holds, and a hash of it all."""
     inner = getattr(value, "function", value) if is_dataclass(value) and not isinstance(value, type) else value
     while isinstance(inner, functools.partial):

@@ -26,7 +26,7 @@ from ascent.tasks.python_objects import find_object, object_label, register_obje
 from ascent.tasks.user_files import absolute_path, load_python
 
 OWN, FUNCTION_KINDS = "own", ("python", "object", "sandbox")
-SOURCE_PATTERNS = (r"(python|sandbox):.+:[^:/]+", r"object:.+@[0-9a-f]+", r"judge:.+", r"model:.+", r"process(-score)?:.+")
+SOURCE_PATTERN = r"(python|sandbox):.+:[^:/]+|object:.+@[0-9a-f]+|(judge|model|process|process-score):.+"
 _PROCESS = ("process reward", "step-value", "process-reward")
 LEARNED = {"model": ("reward model", "bradley-terry", "reward-model"), "process": _PROCESS, "process-score": _PROCESS}
 """Of each kind of learned reward: what it is, the loss of its run, and the command that makes one."""
@@ -78,7 +78,9 @@ def load_reward_function(source: str) -> Any:
     return load_python("--reward", source) if source.startswith("python:") else find_object(source, "reward")
 
 
-def resolve_reward_call(source: str, columns: Collection[str] | None = None, sandbox: SandboxSettings | None = None) -> RewardCall:
+def resolve_reward_call(
+    source: str, columns: Collection[str] | None = None, sandbox: SandboxSettings | None = None
+) -> RewardCall:
     """How a reward function is called; refused if its signature does not say, or asks for other `columns`."""
     try:
         if source.startswith("sandbox:"):
@@ -118,7 +120,7 @@ def _split(entry: str, own: Collection[str]) -> tuple[float, str]:
     """0.5*python:f.py:g -> 0.5, python:f.py:g. `own`: the names of the task's own rewards."""
     weighed = re.fullmatch(r"\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*\*\s*(.+)", entry)
     weight, source = (float(weighed[1]), weighed[2].strip()) if weighed else (1.0, entry.strip())
-    if not (source in own or any(re.fullmatch(form, source) for form in SOURCE_PATTERNS)) or not math.isfinite(weight):
+    if not (source in own or re.fullmatch(SOURCE_PATTERN, source)) or not math.isfinite(weight):
         raise ConfigError(
             (
                 f"--reward {entry}: no such reward; a reward is {', '.join(f'`{name}`' for name in own)}, "

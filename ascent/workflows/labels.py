@@ -117,9 +117,9 @@ def _pairs(loaded: LoadedPolicy, task: BoundTask, count: int, seed: int, label: 
         rollouts = engine.generate(prompts, 2)
         prefers = _by_reward(task, rollouts) if label is None else None
         for i in range(len(prompts)):
-            chat = task.question(rollouts, i).chat
+            chat = task.readable_prompt(rollouts, i).messages
             tokens = zip(rollouts.response[i], rollouts.mask[i], strict=True)
-            first, second = (task.record(ids[mask].tolist()) for ids, mask in tokens)
+            first, second = (task.response_record(ids[mask].tolist()) for ids, mask in tokens)
             if first == second:
                 continue
             better = prefers[i] if prefers is not None else label(chat, first, second)  # type: ignore[misc]
@@ -174,7 +174,7 @@ def label_pairs(
     """Label the candidates of a file or of a run's policy and write them to `out`; reuse the judge's cached answers."""
     source, out = Path(source), Path(out)
     refuse_existing(out)
-    judge = replace(judge.insist(), cache=judge.cache or str(sibling_file(out, "answers")))
+    judge = replace(judge.validated(), cache=judge.cache or str(sibling_file(out, "answers")))
     if (source / "run.json").exists():
         check_counts(prompts=prompts)
         check_counts(2, samples=samples)
@@ -207,7 +207,7 @@ def label_pairs(
     if not won:
         raise RunError(f"of {len(candidates)} pairs, none has a winner: {len(tied)} ties. Nothing is written to {out}")
     write_jsonl(out, won)
-    return LabeledPairs(len(won), len(tied), len(failed), len(candidates) - len(different), out, client.counts.words())
+    return LabeledPairs(len(won), len(tied), len(failed), len(candidates) - len(different), out, client.usage.summary())
 
 
 def _sorted(
@@ -258,10 +258,10 @@ def sample_candidates(loaded: LoadedPolicy, prompts: int, samples: int, seed: in
         refuse_turns(drawn)
         rollouts = loaded.sampler(drawn, seed).generate(drawn, samples)
         for i, (group, masks) in enumerate(zip(rollouts.response, rollouts.mask, strict=True)):
-            question = task.question(rollouts, i)
-            words = [task.words(tokens[mask].tolist()) for tokens, mask in zip(group, masks, strict=True)]
+            question = task.readable_prompt(rollouts, i)
+            words = [task.response_text(tokens[mask].tolist()) for tokens, mask in zip(group, masks, strict=True)]
             answer = {} if question.answer is None else {"answer": question.answer}
-            rows.append({"prompt": question.prompt, "responses": words, **answer})
+            rows.append({"prompt": question.content, "responses": words, **answer})
     return rows
 
 
@@ -325,9 +325,9 @@ class StepLabeler:
         prefixes: list[list[int]] = []
         for i, s in batch.valid.nonzero().tolist():
             ids = drawn.response[i, s][drawn.mask[i, s]].tolist()
-            steps, ends = self.task.cut_steps(ids, self.separator)
+            steps, ends = self.task.split_steps(ids, self.separator)
             if steps and "" not in steps:
-                row = {"prompt": self.task.question(drawn, i).prompt, "steps": steps}
+                row = {"prompt": self.task.readable_prompt(drawn, i).content, "steps": steps}
                 cut = (
                     bool(self.task.stop_token_ids) and ids[-1] not in self.task.stop_token_ids
                 )  # a stop string leaves no end token either

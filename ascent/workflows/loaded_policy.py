@@ -154,7 +154,7 @@ def unscored_response_rows(task: BoundTask, prompt: str, rollouts: Rollouts, gro
             {
                 "prompt": prompt,
                 "sample": sample,
-                "response": task.words(ids),
+                "response": task.response_text(ids),
                 "truncated": bool(rollouts.truncated[group, sample]),
                 "length": len(ids),
                 "ids": ids,
@@ -176,13 +176,13 @@ def scored_rows(task: BoundTask, rollouts: Rollouts) -> tuple[list[Row], list[st
     lenient = batch.measure_names.index("lenient") if "lenient" in batch.measure_names else None
     every: list[Row] = []
     for group in range(len(rollouts.prompt)):
-        question = task.question(rollouts, group)
-        rows = unscored_response_rows(task, question.words, rollouts, group)
+        question = task.readable_prompt(rollouts, group)
+        rows = unscored_response_rows(task, question.text, rollouts, group)
         for sample, row in enumerate(rows):
             valid = bool(batch.valid[group, sample])
             row |= {
                 "gold": question.answer,
-                "answer": task.vote(row["response"], question.answer),
+                "answer": task.normalize_answer(row["response"], question.answer),
                 "strict": bool(batch.correct[group, sample]) if valid and batch.correct is not None else None,
                 "lenient": None,
                 "reward": float(batch.reward[group, sample].sum()) if valid else None,
@@ -247,7 +247,7 @@ def answer_prompts(
     if greedy and count > 1:
         raise ConfigError(f"--count {count} with --greedy: greedy responses are all equal")
     task = loaded.unscored_task()
-    typed, words = task.read_prompts(prompts, plain)
+    typed, words = task.encode_prompts(prompts, plain)
     rollouts = loaded.sampler(typed, seed).generate(typed, count, greedy)
     if loaded.backend.words:  # a typed prompt has no answer to score by
         rows = [row for i, prompt in enumerate(words) for row in unscored_response_rows(task, prompt, rollouts, i)]

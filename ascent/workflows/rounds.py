@@ -77,7 +77,7 @@ class Rounds:
         if plan.judge is not None:
             if not self.backend.words:
                 raise ConfigError("--judge needs a text task: leave it out, and the true reward labels the pairs")
-            read_judge(plan.judge).insist()
+            read_judge(plan.judge).validated()
         if any(not source.startswith("judge:") for source in self.backend.reward_sources(config.task)):
             raise ConfigError(
                 f"--reward {config.task.reward}: in rounds this is the true reward that labels the pairs, so it "

@@ -232,13 +232,15 @@ def test_a_bound_task_has_words_for_people_and_rows_for_files(world: World) -> N
     prompts = task.draw(2, torch.Generator().manual_seed(0))
     rollouts = parts.engine.generate(prompts, 2)
     ids = rollouts.response[0, 0][rollouts.mask[0, 0]].tolist()
-    question = task.question(rollouts, 0)
-    assert question.words and question.prompt and isinstance(task.words(ids), str)
-    assert json.loads(json.dumps([question.prompt, question.chat, task.record(ids)]))
-    assert isinstance(task.vote(task.words(ids), question.answer), str) and isinstance(task.piece(ids[0]), str)
-    steps, last = task.cut_steps(ids, "\n")
+    question = task.readable_prompt(rollouts, 0)
+    assert question.text and question.content and isinstance(task.response_text(ids), str)
+    assert json.loads(json.dumps([question.content, question.messages, task.response_record(ids)]))
+    assert isinstance(task.normalize_answer(task.response_text(ids), question.answer), str) and isinstance(
+        task.token_text(ids[0]), str
+    )
+    steps, last = task.split_steps(ids, "\n")
     assert len(steps) == len(last) and last[-1] == len(ids) - 1
-    assert task.report() == [] or all(isinstance(line, str) for line in task.report())
+    assert task.data_notes() == [] or all(isinstance(line, str) for line in task.data_notes())
     parts.close()
     parts.close()  # closing twice does no harm
 
@@ -341,11 +343,11 @@ def test_a_bound_small_task_closes_and_reports_for_its_task() -> None:
         def close(self) -> None:
             closed.append(self)
 
-        def report(self) -> list[str]:
+        def data_notes(self) -> list[str]:
             return ["one row left out"]
 
     bound = BoundSmallTask(Owned(length=2, numbers=4))
-    assert bound.report() == ["one row left out"]
+    assert bound.data_notes() == ["one row left out"]
     bound.close()
     assert len(closed) == 1
 

@@ -14,7 +14,7 @@ from ascent.build.preflight import EXACT, memory, report_memory, report_reward, 
 from ascent.core.config import Config
 from ascent.core.protocols import Task
 from ascent.core.types import Prompts, Rollouts, Scores, Space
-from ascent.rewards.grading import SelfTest
+from ascent.rewards.reward_manager import SelfTest
 from ascent.settings import configure
 from ascent.training.language_learner import LanguageLearner
 from tests.language import model_of, prompts_of, sampler_of

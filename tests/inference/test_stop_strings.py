@@ -377,7 +377,7 @@ def test_rows_of_a_mixture_have_limits_of_their_own(tmp_path: Path) -> None:
         for identity, limit in zip(prompts.problem.tolist(), prompts.limits.tolist(), strict=True):
             assert limit == (3 if bound.problem(identity).max_tokens == 3 else 16)
         assert prompts[1:3].limits is not None and prompts[1:3].limits.tolist() == prompts.limits[1:3].tolist()
-    assert task.report() == ["8 rows have a limit above --max-tokens 16, which holds for them too"]
+    assert task.data_notes() == ["8 rows have a limit above --max-tokens 16, which holds for them too"]
 
 
 @pytest.mark.parametrize("limit", [0, -3, 2.5, "9", True, 4])
@@ -394,9 +394,9 @@ def test_a_column_of_limits_that_is_not_there_is_refused(tmp_path: Path) -> None
 
 def test_a_problem_below_the_fewest_tokens_is_refused() -> None:
     task = TextTask(min_tokens=5, max_tokens=9)
-    assert [task.limit(Problem("", max_tokens=limit)) for limit in (None, 7, 30)] == [9, 7, 9]
+    assert [task.token_limit(Problem("", max_tokens=limit)) for limit in (None, 7, 30)] == [9, 7, 9]
     with pytest.raises(ConfigError, match="at least 5"):
-        task.limit(Problem("", max_tokens=4))
+        task.token_limit(Problem("", max_tokens=4))
 
 
 @pytest.mark.long

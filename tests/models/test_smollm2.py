@@ -32,7 +32,7 @@ def lm(smollm2: str) -> LanguageModel:
 def test_numbers_are_split_into_digits(lm: LanguageModel) -> None:
     """GGUF does not carry the pre-tokenizer over: this is what the conversion has to put right."""
     ids = lm.tokenizer("1234", add_special_tokens=False)["input_ids"]
-    assert [lm.piece(i) for i in ids] == ["1", "2", "3", "4"]
+    assert [lm.token_text(i) for i in ids] == ["1", "2", "3", "4"]
     assert lm.tokenizer.pad_token_id == lm.eos_token_id == 2
 
 

@@ -28,7 +28,7 @@ from ascent.rewards.judge.judge_client import (
     largest_reply,
     request_key,
 )
-from ascent.rewards.judge.judge_rewards import Preference, JudgeScore, compare_responses, score_responses
+from ascent.rewards.judge.judge_rewards import JudgeScore, Preference, compare_responses, score_responses
 from ascent.rewards.judge.judge_settings import PAIR_LINE, SCORE_LINE, Judge, read_judge
 from ascent.rewards.judge.pattern_search import PatternSearcher
 
@@ -91,7 +91,7 @@ def test_what_passes_is_waited_out(trouble: str, cache: Path) -> None:
     with serving(lambda _, number: PASSING[trouble]() if number == 0 else Reply("Score: 10")) as server:
         client = client_of(server, cache)
         assert score_responses(client, [("p", "r", None)])[0].value == 1.0  # type: ignore[union-attr]
-    assert (client.counts.retried, client.counts.asked, server.count) == (1, 1, 2)
+    assert (client.usage.retried, client.usage.asked, server.count) == (1, 1, 2)
 
 
 LAST_WORDS = {
@@ -358,7 +358,7 @@ def test_an_odd_usage_counts_nothing(usage: Any, cache: Path) -> None:
     with serving(lambda *_: Reply(raw=chat)) as server:
         client = client_of(server, cache)
         assert isinstance(score_responses(client, [("p", "r", None)])[0], JudgeScore)
-    assert client.counts.tokens == 0 and client.counts.words()
+    assert client.usage.tokens == 0 and client.usage.summary()
 
 
 @pytest.mark.parametrize("when", ["nan", "-inf", f"Mon, 01 Jan {10**20} 00:00:00 -0000"])
@@ -522,15 +522,15 @@ def test_a_key_does_not_go_to_another_machine_over_plain_http(
         JudgeClient(judge)
     assert SECRET not in str(raised.value) and "insecure = true" in str(raised.value)
     for allowed in ({"insecure": True}, {"key_env": "NO_SUCH_KEY"}, {"url": f"https://{host}:8000/v1"}):
-        replace(judge, **allowed).insist()  # type: ignore[arg-type]
+        replace(judge, **allowed).validated()  # type: ignore[arg-type]
     monkeypatch.setenv("OPENAI_API_KEY", "EMPTY")
-    judge.insist()
+    judge.validated()
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "127.0.0.1", "127.9.9.9", "[::1]"])
 def test_a_key_goes_to_this_machine(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
-    assert not Judge(url=f"http://{host}:8000/v1", model="m").insist().exposed
+    assert not Judge(url=f"http://{host}:8000/v1", model="m").validated().exposed
 
 
 def test_answers_to_an_exposed_key_say_so(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -554,7 +554,7 @@ def test_a_proxy_is_not_sent_the_key_of_a_local_judge(cache: Path, monkeypatch: 
 def test_a_key_that_no_header_can_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-€uro-secret")
     with pytest.raises(ConfigError, match="characters that cannot be part of a key"):
-        Judge(url="http://localhost:1/v1", model="m").insist()
+        Judge(url="http://localhost:1/v1", model="m").validated()
 
 
 def test_the_key_of_an_answer_is_that_of_its_whole_request() -> None:
@@ -695,7 +695,7 @@ def test_a_judges_file(tmp_path: Path) -> None:
     judge = read_judge(file)
     assert (judge.low, judge.system, Path(judge.cache)) == (0.0, "Be just.", tmp_path / "judge.answers.jsonl")
     with pytest.raises(ConfigError, match="has no url"):
-        Judge().insist()
+        Judge().validated()
     with pytest.raises(ConfigError, match="there is no such file"):
         read_judge(tmp_path / "none.toml")
 

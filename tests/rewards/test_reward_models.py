@@ -276,7 +276,7 @@ def test_a_reward_model_is_mixed_with_a_check_by_weights(rated_words: Path, tiny
 
 
 def test_a_rating_that_is_no_number_is_an_error_and_never_a_zero(tiny_folder: Path, rated_words: Path) -> None:
-    from ascent.rewards.grading import RewardManager, rate_responses, self_test
+    from ascent.rewards.reward_manager import RewardManager, rate_responses, self_test
     from ascent.tasks import Jsonl
     from ascent.tasks.text import Problem
 

@@ -20,7 +20,7 @@ import torch
 
 from ascent.core.errors import ConfigError
 from ascent.processes.reward_calls import RewardJob
-from ascent.rewards.grading import RewardManager, self_test
+from ascent.rewards.reward_manager import RewardManager, self_test
 from ascent.rewards.tokenized_task import TokenizedTask
 from ascent.settings import configure, flatten
 from ascent.tasks import Countdown, Jsonl, ReasoningGym

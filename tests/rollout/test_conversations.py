@@ -129,7 +129,7 @@ def language() -> Any:
 def play(place: Path, model: Any, world: str, samples: int = 4, prompts: int = 3, **more: Any) -> tuple[Any, Any]:
     task = task_of(place, world, **more)
     with closing(language().bind(task, model, {})) as bound:
-        sampler = sampler_of(model, limit=task.room, rows=5)
+        sampler = sampler_of(model, limit=task.max_response_tokens, rows=5)
         sampler.max_sampled_tokens = task.max_tokens
         drawn = bound.draw(prompts, torch.Generator().manual_seed(0))
         return score_rollouts(bound, sampler.generate(drawn, samples)), bound
@@ -155,10 +155,10 @@ def test_environment_from_a_file_returns_observations_and_rewards(talk: Any, mod
     (batch, errors), bound = talk
     assert not errors and bool(batch.valid.all())
     assert not bool(batch.truncated.any())
-    assert bound.task.opening is not None
+    assert bound.task.first_observation is not None
     for p in range(3):
-        question = bound.question(batch, p)
-        assert "hint " in question.words, "what is said first stands in the prompt"
+        question = bound.readable_prompt(batch, p)
+        assert "hint " in question.text, "what is said first stands in the prompt"
         for s in range(4):
             answers = said(model, batch, p, s)
             assert len(answers) == 2 and all("no " in answer for answer in answers)
@@ -260,7 +260,7 @@ def small(place: Path, model: Any) -> tuple[Any, Any]:
 
 def test_a_problem_that_an_environment_cannot_begin_with_fails_alone(small: Any) -> None:
     (batch, errors), bound = small
-    failed = [bound.question(batch, p).words < "2" for p in range(8)]
+    failed = [bound.readable_prompt(batch, p).text < "2" for p in range(8)]
     assert 0 < sum(failed) < 8
     assert (~batch.valid[:, 0]).tolist() == failed
     assert len(errors) == sum(failed)
@@ -271,7 +271,7 @@ def test_a_problem_that_an_environment_cannot_begin_with_fails_alone(small: Any)
 def test_full_reward_is_correct_without_a_reference_answer(small: Any) -> None:
     """Games have no reference answers: a won game is correct."""
     (batch, _), bound = small
-    won = [bound.question(batch, p).words > "4" for p in range(8)]
+    won = [bound.readable_prompt(batch, p).text > "4" for p in range(8)]
     assert 0 < sum(won) < 8
     assert batch.correct[:, 0].tolist() == won
     assert batch.measure_names[0] == "lenient" and (batch.measures[:, 0, 0] == 1).tolist() == won
@@ -350,7 +350,7 @@ def test_the_last_turn_is_graded(talk: Any) -> None:
     turn = torch.where(batch.mask, batch.turn, -1)
     graded = bound.task._responses(replace(batch))
     for (problem, words), tokens, turns in zip(graded, batch.response.flatten(0, 1), turn.flatten(0, 1), strict=True):
-        assert words == bound.words(tokens[turns == 2].tolist()) and problem.answer
+        assert words == bound.response_text(tokens[turns == 2].tolist()) and problem.answer
 
 
 def test_an_environment_and_tools_are_objects_in_python(place: Path, tmp_path: Path) -> None:
@@ -472,7 +472,7 @@ def test_observation_that_cannot_be_rendered_is_an_error_of_its_response(place: 
 
 def test_typed_prompt_is_a_problem(place: Path, model: Any) -> None:
     with closing(language().bind(task_of(place, "Talk"), model, {})) as bound:
-        prompts, words = bound.read_prompts(["so?"], False)
+        prompts, words = bound.encode_prompts(["so?"], False)
         assert "so?" in words[0] and "hint " in words[0]
         sampler = sampler_of(model, limit=80)
         assert not sampler.generate(prompts, 2).truncated.any()

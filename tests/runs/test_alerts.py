@@ -286,7 +286,7 @@ class Slippery(Swapping):
 
 
 class Falls(Swaps):
-    def episode(self) -> Slippery:
+    def make_environment(self) -> Slippery:
         return Slippery(self.turns, self.slip, self.outcome)
 
 

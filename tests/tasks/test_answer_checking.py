@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ascent.core.errors import ConfigError
 from ascent.explain.explain import explanation
-from ascent.rewards.grading import self_test
+from ascent.rewards.reward_manager import self_test
 from ascent.rewards.tokenized_task import TokenizedTask
 from ascent.tasks import Jsonl
 from ascent.tasks.text.answer_checking import (
@@ -188,7 +188,9 @@ def test_a_file_of_multiple_choices_is_graded_and_tests_itself(tmp_path: Path) -
     assert report.corrupted == 8, "nothing, and the next letter"
     assert task.grade(task.train(0), "The answer is B. There is only one.")[:3] == (0.5, False, True)
     bound = TokenizedTask(task, Bytes())
-    assert bound.vote("The answer is B. There is only one.", "B") == bound.vote("(b)", "B") == "b"
+    assert (
+        bound.normalize_answer("The answer is B. There is only one.", "B") == bound.normalize_answer("(b)", "B") == "b"
+    )
 
 
 @pytest.mark.parametrize("answer", ["Paris", 2, "A good one", "A or B"])

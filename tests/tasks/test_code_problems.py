@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 
 import ascent
 from ascent.core.errors import ConfigError
-from ascent.rewards import grading
-from ascent.rewards.grading import RewardManager, count_cores, self_test
+from ascent.rewards import reward_manager as grading
+from ascent.rewards.reward_manager import RewardManager, count_cores, self_test
 from ascent.sandbox import sandboxed_reward
 from ascent.sandbox.plain_values import MAX_DEPTH, MAX_ITEMS, NotPlainDataError, decode, encode
 from ascent.sandbox.program_judge import BrokenTestsError, CodeProblem, ProgramJudge, Verdict, _Relay

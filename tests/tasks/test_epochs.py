@@ -70,7 +70,9 @@ def test_every_row_comes_once_before_any_comes_again(size: int, count: int, left
         assert max(most) <= -(-count // len(usable)), "no row twice in a step, if there are enough of them"
         whole, rest = divmod((step + 1) * count, len(usable))
         assert whole <= epoch < whole + 1 and (rest > 0 or epoch == whole)
-        assert EpochSampler(size, usable.__contains__).rows(step, count, seed) == (rows, epoch), "a function of the step"
+        assert EpochSampler(size, usable.__contains__).rows(step, count, seed) == (rows, epoch), (
+            "a function of the step"
+        )
 
 
 def test_passes_have_orders_of_their_own() -> None:

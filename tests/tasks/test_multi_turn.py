@@ -48,7 +48,7 @@ class Rambling(TurnsTask):
     def problem(self, prompts: Any, place: int) -> Problem:
         return Problem("?")
 
-    def episode(self) -> Environment:
+    def make_environment(self) -> Environment:
         return RamblingOn(self.outcome)
 
     def solved(self, rollouts: Rollouts) -> Any:
@@ -304,7 +304,7 @@ class Failing(Environment):
 
 @dataclass(frozen=True)
 class FailingTask(Rambling):
-    def episode(self) -> Environment:
+    def make_environment(self) -> Environment:
         return Failing()
 
 

@@ -33,12 +33,12 @@ from ascent.processes.reward_calls import (
     describe_error,
     parse_reward_signature,
 )
-from ascent.rewards.grading import RewardManager, InProcess
+from ascent.rewards.reward_manager import InProcess, RewardManager
 from ascent.runs.display.terminal import Display
 from ascent.runs.run_writer import RunWriter
 from ascent.settings import configure
 from ascent.tasks import python_objects
-from ascent.tasks.text.python_rows import STREAM_BUFFER_SIZE, StreamReader, RestartableRows, task_from_object
+from ascent.tasks.text.python_rows import STREAM_BUFFER_SIZE, RestartableRows, StreamReader, task_from_object
 from ascent.tasks.user_files import is_held_out
 from tests.language import config_of
 from tests.runs.test_resume import bits, differing
@@ -203,7 +203,7 @@ def test_async_functions_run_at_the_same_time_each_with_its_own_limit() -> None:
 
 
 def hash_of(code: str, name: str = "f", **names: Any) -> str:
-    return python_objects.describe(cell(code, **names)[name])["hash"]
+    return python_objects.describe_object(cell(code, **names)[name])["hash"]
 
 
 def test_the_hash_is_of_the_code_and_of_what_it_holds() -> None:
@@ -226,21 +226,21 @@ def test_code_of_main_counts_though_a_library_started_python(monkeypatch: pytest
 
 def test_two_lambdas_of_one_line_are_two_and_their_line_does_not_count() -> None:
     one = cell("fs = [lambda response: 1, lambda response: 2]")["fs"]
-    assert [python_objects.describe(f)["source"] for f in one] == ["lambda response: 1", "lambda response: 2"]
-    assert python_objects.describe(one[0])["hash"] == hash_of("x = 3; f = (lambda response: 1)")
+    assert [python_objects.describe_object(f)["source"] for f in one] == ["lambda response: 1", "lambda response: 2"]
+    assert python_objects.describe_object(one[0])["hash"] == hash_of("x = 3; f = (lambda response: 1)")
 
 
 def test_code_without_a_text_is_told_by_its_bytecode() -> None:
     space: dict[str, Any] = {"__name__": "__main__"}
     exec("f = lambda response: 1\ng = lambda response: 2", space)
-    f, g = (python_objects.describe(space[name]) for name in "fg")
+    f, g = (python_objects.describe_object(space[name]) for name in "fg")
     assert f["source"] is None and f["hash"] != g["hash"]
 
 
 def test_what_cannot_be_compared_counts_by_its_type() -> None:
     held = "def f(response):\n    return client"
     assert hash_of(held, client=object()) == hash_of(held, client=object()) != hash_of(held, client=print)
-    about = python_objects.describe(cell(held, client=object())["f"])
+    about = python_objects.describe_object(cell(held, client=object())["f"])
     assert about["holds"] == {"client": "object"} and about["name"] == "__main__.f"
 
 
@@ -358,9 +358,11 @@ def test_a_stream_is_read_in_order_and_its_held_out_rows_are_never_trained_on() 
 
 
 def test_a_stream_that_ends_starts_over_and_old_rows_are_read_again() -> None:
-    reader = StreamReader(RestartableRows(numbers(7)), lambda row, _: ascent.Problem(row["prompt"]), lambda p: p.prompt == "number 3")
+    reader = StreamReader(
+        RestartableRows(numbers(7)), lambda row, _: ascent.Problem(row["prompt"]), lambda p: p.prompt == "number 3"
+    )
     assert [reader[i].prompt for i in (0, 5, 6, 12)] == ["number 0", "number 6", "number 0", "number 0"]
-    long = StreamReader(RestartableRows(numbers()), lambda row, _: ascent.Problem(row["prompt"]), lambda p: False)
+    long = StreamReader(RestartableRows(numbers()), problem, lambda p: False)
     assert long[STREAM_BUFFER_SIZE + 5].prompt == f"number {STREAM_BUFFER_SIZE + 5}" and long[2].prompt == "number 2"
 
 
@@ -371,7 +373,10 @@ def test_a_dataset_without_a_length_is_a_stream_and_its_first_rows_tell_it() -> 
         yield from ROWS
 
     stream = datasets.IterableDataset.from_generator(made)
-    (cls, brought), (_, other) = task_from_object(stream), task_from_object(datasets.IterableDataset.from_generator(numbers()))
+    (cls, brought), (_, other) = (
+        task_from_object(stream),
+        task_from_object(datasets.IterableDataset.from_generator(numbers())),
+    )
     assert cls.__name__ == "RowStream" and brought["source"] != other["source"]
     assert task_from_object(datasets.IterableDataset.from_generator(made))[1] == brought
 
@@ -873,7 +878,7 @@ def make(held):
 )
 def test_the_hash_of_an_object_follows_the_values_that_it_holds(one: str, other: str) -> None:
     space = cell(HELD)
-    hashes = [python_objects.describe(space["make"](eval(value, space)))["hash"] for value in (one, one, other)]
+    hashes = [python_objects.describe_object(space["make"](eval(value, space)))["hash"] for value in (one, one, other)]
     assert hashes[0] == hashes[1] != hashes[2]
 
 
@@ -952,5 +957,5 @@ def test_a_stream_with_held_out_rows_of_its_own() -> None:
     task = configure(numbers(9), {"reward": here(lambda response: 1), "eval": ROWS[:3]}).task
     task.verify()
     assert [p.prompt for p in task.test(2)] == [row["prompt"] for row in ROWS[:2]] and len(task.test(9)) == 3
-    assert task.report() == []
+    assert task.data_notes() == []
     assert [task.train(i).prompt for i in range(9)] == [f"number {i}" for i in range(9)]

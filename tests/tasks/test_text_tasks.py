@@ -25,7 +25,7 @@ from ascent.cli.run_flags import parse_train
 from ascent.core.errors import ConfigError, RunError
 from ascent.core.types import Prompts, Rollouts, Space
 from ascent.rewards import tokenized_task
-from ascent.rewards.grading import excerpt
+from ascent.rewards.reward_manager import excerpt
 from ascent.rewards.tokenized_task import OfflineTextTask, TokenizedTask
 from ascent.settings import configure, field_docs, flatten
 from ascent.tasks import (
@@ -80,7 +80,7 @@ class Bytes:
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i).decode(errors="replace")
 
-    def piece(self, token: int) -> str:
+    def token_text(self, token: int) -> str:
         return self.decode([token])
 
 
@@ -340,7 +340,7 @@ def test_gsm8k_from_a_folder(tmp_path: Path) -> None:
     task.verify()
     assert task.size == 38, "two of the forty are test problems"
     assert [p.answer for p in task.test(3)] == ["1276", "1278", "1280"]
-    assert task.report() == ["2 rows are left out of training: their prompts are test problems"]
+    assert task.data_notes() == ["2 rows are left out of training: their prompts are test problems"]
     assert all(task.grade(p, task.gold(p) or "").strict for p in task.test(99))
     assert "####" in task.messages(task.train(0))[-1]["content"]
 
@@ -509,7 +509,7 @@ def test_a_prompt_twice(tmp_path: Path) -> None:
     task = Jsonl(source=str(write(tmp_path / "a.jsonl", [*rows, {"prompt": "q", "answer": "3"}])))
     assert sorted(str(p.answer) for p in [task.train(0), *task.test(9)]) == ["1", "3"]
     assert task.size == 1
-    assert task.report() == [
+    assert task.data_notes() == [
         "1 rows repeat a prompt and count once",
         "1 rows have the prompt of an earlier row and another answer: the earlier one is used",
     ]
@@ -745,7 +745,7 @@ def test_long_prompts_are_left_out_and_counted() -> None:
     drawn = texts(task, task.draw(10, torch.Generator()))
     assert set(drawn) == {str(i) for i in range(10)}
     task.draw(10, torch.Generator().manual_seed(1))
-    assert any("have more than 1 tokens" in line for line in task.report())
+    assert any("have more than 1 tokens" in line for line in task.data_notes())
     for count in (5, None):
         none = TokenizedTask(Echo(count=count, length=30, max_prompt=2), Bytes())
         with pytest.raises(ConfigError, match="Raise --max-prompt"):
@@ -761,7 +761,7 @@ def test_what_an_endless_task_leaves_out_is_not_kept_without_bound(monkeypatch: 
     for _ in range(3):
         with pytest.raises(ConfigError, match="Raise --max-prompt"):
             task.draw(2, torch.Generator())
-    assert task.report()[-1].startswith("8 or more prompts drawn so far have more than 2 tokens")
+    assert task.data_notes()[-1].startswith("8 or more prompts drawn so far have more than 2 tokens")
     assert len(task.too_long) == 8 and all(isinstance(each, int) for each in task.too_long)
 
 
@@ -772,8 +772,8 @@ def test_a_prompt_of_no_tokens_is_not_called_too_long() -> None:
 
     task = TokenizedTask(Echo(), Deaf())
     assert set(texts(task, task.step_prompts(0, 5, 0, torch.Generator()))) == {str(i) for i in range(5, 10)}
-    task.passes.steps(1, 5)
-    assert task.report() == ["5 prompts drawn so far have no tokens and are left out"]
+    task.epoch_sampler.steps(1, 5)
+    assert task.data_notes() == ["5 prompts drawn so far have no tokens and are left out"]
     none = TokenizedTask(Echo(count=5), Deaf())
     for draw in (lambda: none.draw(2, torch.Generator()), lambda: none.step_prompts(0, 2, 0, torch.Generator())):
         with pytest.raises(ConfigError, match="0 can be used, and a step needs 2: the tokenizer makes no token"):

@@ -229,21 +229,27 @@ def test_equal_answers_are_one_vote_however_they_are_spelled() -> None:
         def decode(self, ids: list[int]) -> str:
             return ""
 
-        def piece(self, token: int) -> str:
+        def token_text(self, token: int) -> str:
             return ""
 
     task = TokenizedTask(Jsonl(source="x.jsonl", check="number"), Silent())
-    votes = [task.vote(text, "7") for text in ("Answer: 7", "so it is 7.0!", "3 + 4 = 7", "#### 7", "\\boxed{7}")]
+    votes = [
+        task.normalize_answer(text, "7") for text in ("Answer: 7", "so it is 7.0!", "3 + 4 = 7", "#### 7", "\\boxed{7}")
+    ]
     assert set(votes) == {"7"}
-    assert task.vote("no idea", "7") == ""
-    assert task.vote("Answer: 8", "7") != "7"
-    assert task.vote("Answer: Paris.", "Paris") == task.vote("I say it is **paris**", "Paris") == "paris"
+    assert task.normalize_answer("no idea", "7") == ""
+    assert task.normalize_answer("Answer: 8", "7") != "7"
+    assert (
+        task.normalize_answer("Answer: Paris.", "Paris")
+        == task.normalize_answer("I say it is **paris**", "Paris")
+        == "paris"
+    )
 
     class First(Jsonl):
         def answer(self, response: str) -> str:
             return response[:1]
 
-    assert TokenizedTask(First(source="x.jsonl"), Silent()).vote("xyz", "7") == "x"
+    assert TokenizedTask(First(source="x.jsonl"), Silent()).normalize_answer("xyz", "7") == "x"
 
 
 # ---- eval -------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class JudgeUsage:
     tokens: int = 0
     """Tokens of prompts and answers, where the API reports them."""
 
-    def words(self) -> str:
+    def summary(self) -> str:
         retried = f", {self.retried} requests retried" if self.retried else ""
         tokens = f", {self.tokens:,} tokens" if self.tokens else ""
         return f"{self.asked} answers requested, {self.kept} from the cache{retried}{tokens}"
@@ -101,12 +101,12 @@ class JudgeClient:
     """Asks a judge. Equal questions are asked once."""
 
     judge: Judge
-    counts: JudgeUsage = field(default_factory=JudgeUsage)
+    usage: JudgeUsage = field(default_factory=JudgeUsage)
     stop: bool = False
     """Set by a signal handler: no new request is made, and those under way are finished, because they cost money."""
 
     def __post_init__(self) -> None:
-        self.judge.insist()
+        self.judge.validated()
         try:
             import httpx
         except ImportError:
@@ -161,7 +161,7 @@ class JudgeClient:
         body = self.judge.body(question)
         key = request_key(body, again)
         if (kept := self.answers.get(key)) is not None:
-            self.counts.kept += 1
+            self.usage.kept += 1
             return await asyncio.to_thread(parse, kept, time.monotonic() + self.judge.deadline)
         if key not in self._pending:
             self._pending[key] = asyncio.create_task(self._fetch(key, body, parse))
@@ -185,14 +185,14 @@ class JudgeClient:
                 else:
                     self._silent = 0
                     self.answers.put(key, answer)
-                    self.counts.asked += 1
+                    self.usage.asked += 1
                     return await asyncio.to_thread(parse, answer, end)
                 # exponential, and shortened at random so that not all requests come back at once
                 own = min(LONGEST_WAIT, judge.backoff * 2**attempt) * random.uniform(0.5, 1.0)
                 resume = time.monotonic() + max(own, wait)
                 if attempt == judge.retries or resume >= end:
                     break
-                self.counts.retried += 1
+                self.usage.retried += 1
                 while not self.stop and (left := resume - time.monotonic()) > 0:
                     await asyncio.sleep(min(left, 0.1))
             self._silent += 1
@@ -244,7 +244,7 @@ class JudgeClient:
         counts, finish = reply.get("usage"), choice.get("finish_reason")
         counts = counts if isinstance(counts, dict) else {}
         usage = {name: counts[name] for name in USAGE if type(counts.get(name)) is int and 0 <= counts[name] < 1 << 40}
-        self.counts.tokens += usage.get("total_tokens", 0)
+        self.usage.tokens += usage.get("total_tokens", 0)
         answer = {
             "text": self._masked(content or ""),
             "finish": self._masked(finish)[:40] if isinstance(finish, str) else None,

@@ -121,7 +121,7 @@ class JudgeScorer:
     """Asks a judge to score each response. Its settings are checked at once; nothing is asked before a call."""
 
     def __init__(self, file: str):
-        self.judge = read_judge(file).insist()
+        self.judge = read_judge(file).validated()
         self.client: JudgeClient | None = None
 
     def __call__(self, responses: Sequence[tuple[Problem, str]]) -> list[RewardOutcome]:

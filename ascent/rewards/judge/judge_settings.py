@@ -175,7 +175,7 @@ class Judge:
         """Whether others can read the key on its way."""
         return len(self.key) >= SHORTEST_SECRET and not self.local and self.url.startswith("http:")
 
-    def insist(self) -> Judge:
+    def validated(self) -> Judge:
         """This judge; refused if it lacks an address or a model, or if its key cannot be sent or would be exposed."""
         for name, example in (("url", "http://localhost:8000/v1"), ("model", "NAME")):
             if not getattr(self, name):

@@ -120,7 +120,7 @@ def batch_responses(batch: Any) -> Iterator[ScoredResponse]:
 
 def reward_weights(task: Any) -> dict[str, float]:
     """Return the weight of each part of a task's reward, by the name of its metric."""
-    return {f"rewards/{part.name}": part.weight for part in getattr(task, "reward_parts", ())}
+    return {f"rewards/{part.name}": part.weight for part in getattr(task, "reward_sources", ())}
 
 
 def findings(last: Mapping[str, Any], task: Any, grouped: bool) -> list[str]:

@@ -77,7 +77,7 @@ class Guess(TurnsTask):
         """A number found with the first question."""
         return 1.0
 
-    def episode(self) -> "Guessing":
+    def make_environment(self) -> "Guessing":
         return Guessing(self.numbers, self.questions)
 
     def held_out(self, count: int) -> Prompts:
@@ -154,7 +154,7 @@ class Swaps(TurnsTask):
         """A swap is named by its left place; the list is shown after it."""
         return Space(self.length, self.length, limit=self.turns * (self.length + 1) - self.length)
 
-    def episode(self) -> "Swapping":
+    def make_environment(self) -> "Swapping":
         return Swapping(self.turns, self.slip, self.outcome)
 
     def held_out(self, count: int) -> Prompts:

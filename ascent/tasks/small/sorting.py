@@ -24,7 +24,14 @@ from ascent.processes.reward_calls import RewardJob
 from ascent.processes.user_code import CODE
 from ascent.tasks.base import SMALL_PRESET, SmallTask
 from ascent.tasks.python_objects import pickle_object
-from ascent.tasks.reward_sources import FUNCTION_KINDS, LEARNED, RewardSource, absolute_source, load_reward_function, parse_rewards
+from ascent.tasks.reward_sources import (
+    FUNCTION_KINDS,
+    LEARNED,
+    RewardSource,
+    absolute_source,
+    load_reward_function,
+    parse_rewards,
+)
 from ascent.tasks.reward_worker import RewardSpec
 from ascent.tasks.reward_worker_pool import Limits, RewardWorkerPool
 from ascent.tasks.scoring import PROCESS_KINDS, add_process_rewards, mix_rewards

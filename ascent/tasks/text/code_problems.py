@@ -64,7 +64,7 @@ class Code(TableTask):
     paths = ("test_file",)
 
     @property
-    def sandboxed(self) -> bool:
+    def uses_sandbox(self) -> bool:
         return True
 
     def __post_init__(self) -> None:
@@ -81,8 +81,8 @@ class Code(TableTask):
     def loophole(self) -> str | None:
         return "a program may earn a part with tests that are easy to pass" if self.partial else None
 
-    def stamp(self) -> object:
-        return super().stamp(), self.source if self.source in ("", HUMANEVAL) else file_stamp(self.source)
+    def fingerprint(self) -> object:
+        return super().fingerprint(), self.source if self.source in ("", HUMANEVAL) else file_stamp(self.source)
 
     def rows(self, part: str) -> Rows | None:
         if not self.source:
@@ -143,7 +143,7 @@ class Code(TableTask):
         whole = solution if parses(solution) and _mentions(solution, entry) else problem.columns["given"] + solution
         return f"```python\n{whole.rstrip()}\n```"
 
-    def wrong(self, problem: Problem, other: str | None) -> list[str]:
+    def wrong_responses(self, problem: Problem, other: str | None) -> list[str]:
         """Nothing, another problem's program, one that raises, and one that ends its process at once."""
         head = f"def {problem.columns['entry_point']}(*args, **named):"
         bad = ["", f"```python\n{head}\n    raise NotImplementedError\n```", f"```python\n{head}\n    exit(0)\n```"]

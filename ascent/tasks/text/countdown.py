@@ -73,9 +73,9 @@ class Countdown(Generated):
     def gold(self, problem: Problem) -> str | None:
         return f"Answer: {problem.answer}"
 
-    def wrong(self, problem: Problem, other: str | None) -> list[str]:
+    def wrong_responses(self, problem: Problem, other: str | None) -> list[str]:
         """The usual wrong responses, and the target alone, which is not an expression of the numbers."""
-        return [*super().wrong(problem, other), f"Answer: {problem.columns['target']}"]
+        return [*super().wrong_responses(problem, other), f"Answer: {problem.columns['target']}"]
 
     def grade(self, problem: Problem, response: str) -> Graded:
         numbers, target = Counter(problem.columns["numbers"]), problem.columns["target"]

@@ -85,7 +85,7 @@ def register_rows(setting: str, rows: Any) -> str:
             )
         stream = RestartableRows(rows)
         first = hashlib.sha256("\n".join(map(_line, itertools.islice(stream, _FIRST))).encode()).hexdigest()
-        about = python_objects.describe(rows)
+        about = python_objects.describe_object(rows)
         return python_objects.register_object(setting, stream, about | {"hash": _digest([about["hash"], first])})
     read = list(iterate_rows(rows, setting))
     if not read:
@@ -124,7 +124,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 def _spelled(value: Any) -> str:
     """A value of a row that JSON has not: a date or a time as it is written, anything else by its hash."""
-    return value.isoformat() if hasattr(value, "isoformat") else python_objects.describe(value)["hash"]
+    return value.isoformat() if hasattr(value, "isoformat") else python_objects.describe_object(value)["hash"]
 
 
 def _digest(lines: Iterable[str]) -> str:
@@ -161,7 +161,7 @@ class Rows(ColumnsTask):
             )
         return python_objects.find_object(name, "rows" if name == self.source else "eval")
 
-    def stamp(self) -> object:
+    def fingerprint(self) -> object:
         return self.source in python_objects.OBJECTS, self.eval is None or self.eval in python_objects.OBJECTS
 
     def verify(self) -> None:
@@ -195,9 +195,12 @@ class StreamReader:
     """The training rows of a stream by their number. It reads on, remembers the last ones, and starts over if asked."""
 
     def __init__(
-        self, stream: RestartableRows, problem: Callable[[Mapping[str, Any], str], Problem], held: Callable[[Problem], bool]
+        self,
+        stream: RestartableRows,
+        problem: Callable[[Mapping[str, Any], str], Problem],
+        is_test: Callable[[Problem], bool],
     ):
-        self.stream, self.problem, self.held = stream, problem, held
+        self.stream, self.problem, self.is_test = stream, problem, is_test
         self.length: int | None = None
         """Training rows until the end, once that was seen."""
         self._restart()
@@ -226,7 +229,7 @@ class StreamReader:
     def _next(self) -> Problem | None:
         for number, row in self._rows:
             problem = self.problem(row, f"rows, row {number}")
-            if not self.held(problem):
+            if not self.is_test(problem):
                 return problem
         return None
 
@@ -241,7 +244,7 @@ class RowStream(Rows):
     eval: str | None = None
     """Held-out rows. None: those that the hash of their prompt picks, one in ten, among the first ones."""
 
-    in_order = True
+    is_stream = True
 
     @property
     def size(self) -> int | None:
@@ -269,7 +272,7 @@ class RowStream(Rows):
         problems = (self.problem(row, f"rows, row {number}") for number, row in rows)
         return list(itertools.islice((p for p in problems if is_held_out(p.prompt)), count))
 
-    def report(self) -> list[str]:
+    def data_notes(self) -> list[str]:
         return []
 
     def verify(self) -> None:

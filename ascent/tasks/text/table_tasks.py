@@ -62,11 +62,11 @@ class TableTask(TextTask):
         rows = self.rows(part)
         return None if rows is None else [self.problem(row, where) for where, row in rows]
 
-    def stamp(self) -> object:
+    def fingerprint(self) -> object:
         """Changes when the files of the table do."""
         return tuple(user_files.file_stamp(file) for name in self.paths if (file := getattr(self, name)))
 
-    def tabulate(self) -> ProblemTable:
+    def build_table(self) -> ProblemTable:
         """The table as it is now: each prompt once, and none both trained on and held out."""
         rows, test_rows = self.problems("train") or [], self.problems("test")
         train, notes = _once(rows)
@@ -88,7 +88,7 @@ class TableTask(TextTask):
 
     @property
     def table(self) -> ProblemTable:
-        return _table(self, self.stamp())
+        return _table(self, self.fingerprint())
 
     @property
     def size(self) -> int | None:
@@ -100,7 +100,7 @@ class TableTask(TextTask):
     def test(self, count: int) -> list[Problem]:
         return list(self.table.test[:count])
 
-    def report(self) -> list[str]:
+    def data_notes(self) -> list[str]:
         return list(self.table.notes)
 
     def verify(self) -> None:
@@ -136,11 +136,11 @@ class ColumnsTask(TableTask):
             return f"\\boxed{{{problem.answer.strip().strip('$')}}}"
         return f"Answer: {labelled_option(problem.answer) if self.check == 'choice' else problem.answer}"
 
-    def wrong(self, problem: Problem, other: str | None) -> list[str]:
+    def wrong_responses(self, problem: Problem, other: str | None) -> list[str]:
         """The usual wrong responses; and for a multiple choice the next letter."""
         letter = labelled_option(problem.answer or "") if self.check == "choice" else None
         following = [] if letter is None else [f"Answer: {chr(ord('A') + (ord(letter) - ord('A') + 1) % 26)}"]
-        return [*super().wrong(problem, other), *following]
+        return [*super().wrong_responses(problem, other), *following]
 
     @property
     def answer(self) -> Callable[[str], str | None] | None:
@@ -187,12 +187,12 @@ class ColumnsTask(TableTask):
             )
         return own
 
-    def report(self) -> list[str]:
+    def data_notes(self) -> list[str]:
         """What was left out, and how many limits of rows are above the limit of all."""
         table = self.table
         above = sum((problem.max_tokens or 0) > self.max_tokens for problem in (*table.train, *table.test))
         note = f"{above} rows have a limit above --max-tokens {self.max_tokens}, which holds for them too"
-        return [*super().report(), *([note] if above else [])]
+        return [*super().data_notes(), *([note] if above else [])]
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def read_prompt(value: Any, where: str) -> str | list[Message]:
 
 @functools.lru_cache(maxsize=4)
 def _table(task: TableTask, stamp: object) -> ProblemTable:  # noqa: ARG001 (part of the cache's key)
-    return task.tabulate()
+    return task.build_table()
 
 
 def _once(problems: list[Problem]) -> tuple[list[Problem], list[str]]:
@@ -355,11 +355,11 @@ class OfflineFile(TableTask):
             return user_files.read_jsonl(self.source)
         return [(f"rows, row {i}", row) for i, row in enumerate(python_objects.find_object(self.source, "rows"))]
 
-    def stamp(self) -> object:
+    def fingerprint(self) -> object:
         given = self.source.startswith(python_objects.OBJECT_PREFIX)
-        return self.source in python_objects.OBJECTS if given else super().stamp()
+        return self.source in python_objects.OBJECTS if given else super().fingerprint()
 
-    def tabulate(self) -> ProblemTable:
+    def build_table(self) -> ProblemTable:
         train, test = user_files.split_held_out(
             self.problems("train") or [], lambda problem: problem.prompt, self.source
         )

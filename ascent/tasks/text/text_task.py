@@ -14,7 +14,7 @@ from ascent.core.errors import ConfigError
 from ascent.sandbox.sandboxed_reward import SandboxSettings, check_isolation
 from ascent.tasks.agent_sources import agent_source, verify_agent
 from ascent.tasks.base import BaseTask
-from ascent.tasks.reward_sources import OWN, RewardSource, absolute_source, resolve_reward_call, parse_rewards
+from ascent.tasks.reward_sources import OWN, RewardSource, absolute_source, parse_rewards, resolve_reward_call
 from ascent.tasks.tool_sources import check_game, tool_sources
 from ascent.tasks.user_files import absolute_path, is_held_out, load_python
 
@@ -219,12 +219,12 @@ class TextTask(BaseTask):
         return self.sandbox_settings._replace(seconds=self.turn_seconds)
 
     @property
-    def sandboxed(self) -> bool:
+    def uses_sandbox(self) -> bool:
         """Does any code of it run in a sandbox?"""
         return "python" in self.tools or any(entry.kind == "sandbox" for entry in self.rewards)
 
     @property
-    def room(self) -> int:
+    def max_response_tokens(self) -> int:
         """The most tokens behind a prompt: those that are drawn, and in a conversation those that are observed."""
         if not self.has_environment:
             return self.max_tokens
@@ -253,13 +253,13 @@ class TextTask(BaseTask):
         """A right response in the right form; None where none is known."""
         return problem.answer
 
-    def wrong(self, problem: Problem, other: str | None) -> list[str]:
+    def wrong_responses(self, problem: Problem, other: str | None) -> list[str]:
         """Responses that must not pass: nothing, another last number, a right response to another problem."""
         gold = self.gold(problem) or ""
         return [made for made in ("", _larger(gold), other) if made is not None and made != gold]
 
     def verify(self) -> None:
-        if self.sandboxed:
+        if self.uses_sandbox:
             check_isolation(self.sandbox_settings)
         for entry in self.rewards:
             entry.verify()
@@ -294,7 +294,7 @@ class TextTask(BaseTask):
         """Shapes as far as words go: the vocabulary and the end token are the encoder's, and 0 here."""
         from ascent.core.types import Space
 
-        return Space(self.max_prompt, 0, self.room, end=0)
+        return Space(self.max_prompt, 0, self.max_response_tokens, end=0)
 
     def messages(self, problem: Problem) -> list[Message]:
         """The chat that the policy reads."""
@@ -304,7 +304,7 @@ class TextTask(BaseTask):
             chat[-1]["content"] = f"{chat[-1]['content']}\n{self.instruction}"
         return [{"role": "system", "content": self.system}, *chat] if self.system is not None else chat
 
-    def limit(self, problem: Problem) -> int:
+    def token_limit(self, problem: Problem) -> int:
         """The most tokens of a response to this problem that are drawn."""
         own = self.max_tokens if problem.max_tokens is None else min(problem.max_tokens, self.max_tokens)
         if own < max(self.min_tokens, 1):

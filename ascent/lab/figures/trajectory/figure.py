@@ -52,7 +52,7 @@ class World(NamedTuple):
     @property
     def plays(self) -> bool:
         """Whether a response has several turns."""
-        return self.task.episode() is not None
+        return self.task.make_environment() is not None
 
 
 _SORT = Sort(reward="positions", length=4, numbers=5)
@@ -252,7 +252,7 @@ def _next(world: World, events: list[Event], step: int, chances: list[list[float
     answers: dict[str, float] = {}
     before = [event.tokens for event in events[:step] if not event.drawn]
     state = (tuple(before[-1]) if before else world.prompt, events[step].turn)
-    for chance, _, answer in world.task.episode().outcomes(state, str(events[step - 1].tokens[0])):
+    for chance, _, answer in world.task.make_environment().outcomes(state, str(events[step - 1].tokens[0])):
         answers[f"[{answer.observation}]"] = answers.get(f"[{answer.observation}]", 0.0) + chance
     caption = "P(list | state, swap), which is the environment's: one swap in five slips"
     return {"caption": caption, "ways": [{"label": label, "p": p} for label, p in answers.items()]}

@@ -14,7 +14,7 @@ from typing import Any
 
 from ascent.processes.reward_calls import RewardCall, RewardJob, compute_rewards, describe_error, new_event_loop
 from ascent.tasks.python_objects import pickle_object
-from ascent.tasks.reward_sources import FUNCTION_KINDS, OWN, resolve_reward_call, load_reward_function
+from ascent.tasks.reward_sources import FUNCTION_KINDS, OWN, load_reward_function, resolve_reward_call
 from ascent.tasks.reward_worker import RewardSpec
 from ascent.tasks.reward_worker_pool import Limits, PendingCall, RewardOutcome, RewardWorkerPool
 from ascent.tasks.text.answer_checking import on_one_line
@@ -245,7 +245,7 @@ def self_test(task: TextTask, count: int = 16, judges: Mapping[str, ResponseScor
     """The rewards on right, corrupted, empty and other problems' responses, in worker processes as in training."""
     size = 0 if all(reward.kind == "model" for reward in task.rewards) else task.size
     indices = range(count if size is None else min(count, size))
-    stride = 1 if task.in_order else 7919
+    stride = 1 if task.is_stream else 7919
     problems = [task.train(i * stride % size if size else i * stride) for i in indices]
     golds = [task.gold(problem) for problem in problems]
     others = golds[1:] + golds[:1]
@@ -253,7 +253,7 @@ def self_test(task: TextTask, count: int = 16, judges: Mapping[str, ResponseScor
     wrong = [
         (p, response)
         for p, gold, other in zip(problems, golds, others, strict=True)
-        for response in dict.fromkeys(task.wrong(p, other if other != gold else None))
+        for response in dict.fromkeys(task.wrong_responses(p, other if other != gold else None))
     ]
     with closing(RewardManager(task, judges, partial=True)) as grading:
         marks = grading([*right, *wrong])
@@ -266,7 +266,9 @@ def self_test(task: TextTask, count: int = 16, judges: Mapping[str, ResponseScor
     failures += [f"a corrupted response passes: {case}" for case in passed[:_EXAMPLES]]
     high, low = _mean(good), _mean(bad)
     boxed = task.sandbox_settings
-    functions = [resolve_reward_call(reward.source, sandbox=boxed) for reward in task.rewards if reward.kind in FUNCTION_KINDS]
+    functions = [
+        resolve_reward_call(reward.source, sandbox=boxed) for reward in task.rewards if reward.kind in FUNCTION_KINDS
+    ]
     compares = len(functions) < len(task.rewards) or any(call.takes_answer for call in functions)
     if compares and right and wrong and not errors and not high > low:
         failures.append(
