@@ -221,7 +221,9 @@ def small_episode(task: Any, seed: int) -> PlayedEpisode:
     def show(words: str) -> str:
         return task.text(list(map(int, words.split()))) if words else ""
 
-    return PlayedEpisode(problem, f"{problem.prompt}\n({rule})", InProcessEpisodePool(task.episode), read, show)
+    return PlayedEpisode(
+        problem, f"{problem.prompt}\n({rule})", InProcessEpisodePool(task.make_environment), read, show
+    )
 
 
 def tokens_of(task: Any) -> dict[str, int]:

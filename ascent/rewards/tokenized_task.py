@@ -201,7 +201,7 @@ class TokenizedTask(TaskWrapper):
         for identity, text, begun in zip(problems, words, self.grading.begin(pairs), strict=True):
             self.early.setdefault((identity, text), []).append(begun)
 
-    def _begun_early(
+    def _take_started(
         self, rollouts: Rollouts, responses: list[tuple[Problem, str]]
     ) -> list[StartedRewards | None] | None:
         """Of each response what was begun; None: nothing was."""

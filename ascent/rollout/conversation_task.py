@@ -113,7 +113,7 @@ def bind_small_environment(task: Any) -> Any:
     if task.make_environment() is None:
         return task
     conversations = ConversationFactory(
-        InProcessEpisodePool(task.episode),
+        InProcessEpisodePool(task.make_environment),
         task.problem,
         decode_turn=lambda turn, _: " ".join(map(str, turn)),
         render_observation=lambda step, *_: [int(number) for number in str(step.observation).split()],

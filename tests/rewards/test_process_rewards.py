@@ -272,7 +272,7 @@ def test_labelling_goes_on_where_it_was_stopped(hasty: Path, tmp_path: Path, mon
 def test_no_file_is_written_where_no_response_has_labels(
     hasty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BoundSmallTask, "cut_steps", lambda *_: ([], []))
+    monkeypatch.setattr(BoundSmallTask, "split_steps", lambda *_: ([], []))
     with pytest.raises(RunError, match="of 6 responses none could be labeled"):
         label_steps(hasty / "policy", tmp_path / "out.jsonl", prompts=3, samples=2, rollouts=2, show=False)
     assert not (tmp_path / "out.jsonl").exists()

@@ -417,7 +417,7 @@ def test_poll_without_wait_does_not_wait_for_beginning_episodes() -> None:
 
     with closing(bind_small_environment(BoundSmallTask(Swaps()))) as bound:
         prompts = bound.held_out(1)
-        bound.conversations.pool = Slow(Swaps().episode)
+        bound.conversations.pool = Slow(Swaps().make_environment)
         with closing(prompts.start_episodes(prompts, 1, [1])) as episodes:
             episodes.submit_turn(0, [0])
             assert [episodes.poll(wait=False) for _ in range(3)] == [[], [], []]
@@ -486,7 +486,7 @@ def test_files_of_pairs_and_offline_data_have_no_conversations(place: Path, tmp_
     with pytest.raises(ConfigError, match="answer what the policy samples"):
         ascent.train(task, algorithm="sft", out=tmp_path / "sft", **how)
     ascent.train("swaps", steps=1, out=tmp_path / "run", prompts=2, samples=2)
-    with pytest.raises(ConfigError, match="have several turns"):
+    with pytest.raises(ConfigError, match="has several turns"):
         ascent.make_pairs(tmp_path / "run", tmp_path / "pairs.jsonl", 2)
 
 

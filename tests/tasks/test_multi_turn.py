@@ -326,7 +326,7 @@ def test_an_observation_that_leaves_no_room_cuts_the_response_off() -> None:
 
     task = replace(Rambling())
     bound = BoundSmallTask(task)
-    object.__setattr__(task, "episode", Talking)
+    object.__setattr__(task, "make_environment", Talking)
     played = bind_small_environment(bound)
     rollouts = SmallPolicyEngine(policy_for(task), 1.0, torch.Generator().manual_seed(0)).generate(
         played.held_out(1), 3

@@ -78,8 +78,8 @@ def own_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """A process that knows no object yet; call it for another one."""
 
     def fresh() -> None:
-        monkeypatch.setattr(python_objects, "KNOWN", {})
-        monkeypatch.setattr(python_objects, "ABOUT", {})
+        monkeypatch.setattr(python_objects, "OBJECTS", {})
+        monkeypatch.setattr(python_objects, "OBJECT_DESCRIPTIONS", {})
 
     fresh()
     return fresh
@@ -358,9 +358,10 @@ def test_a_stream_is_read_in_order_and_its_held_out_rows_are_never_trained_on() 
 
 
 def test_a_stream_that_ends_starts_over_and_old_rows_are_read_again() -> None:
-    reader = StreamReader(
-        RestartableRows(numbers(7)), lambda row, _: ascent.Problem(row["prompt"]), lambda p: p.prompt == "number 3"
-    )
+    def problem(row: Any, where: str) -> ascent.Problem:
+        return ascent.Problem(row["prompt"])
+
+    reader = StreamReader(RestartableRows(numbers(7)), problem, lambda p: p.prompt == "number 3")
     assert [reader[i].prompt for i in (0, 5, 6, 12)] == ["number 0", "number 6", "number 0", "number 0"]
     long = StreamReader(RestartableRows(numbers()), problem, lambda p: False)
     assert long[STREAM_BUFFER_SIZE + 5].prompt == f"number {STREAM_BUFFER_SIZE + 5}" and long[2].prompt == "number 2"
@@ -599,7 +600,7 @@ def test_a_function_of_a_notebook_rewards_numbers_too(tmp_path: Path) -> None:
 def test_a_function_that_cannot_be_sent_is_refused_with_what_to_do() -> None:
     space = cell("import threading\nlock = threading.Lock()\ndef f(response):\n    return lock.locked()")
     task = configure(ROWS, {"reward": space["f"]}).task
-    with pytest.raises(ConfigError, match=r"reward f cannot be sent.*lock \(lock\).*in_process=True"):
+    with pytest.raises(ConfigError, match=r"reward f cannot be pickled.*lock \(lock\).*in_process=True"):
         RewardManager(task)
     with closing(RewardManager(configure(ROWS, {"reward": here(space["f"])}).task)) as grading:
         assert grading([(task.train(0), "x")])[0].value == 0.0 and not grading.pool.workers
