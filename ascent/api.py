@@ -254,12 +254,7 @@ def reopen_run(
         return None
     try:
         checkpoint.remove_unfinished(folder.path / "checkpoints")
-        groups: checkpoint.Groups = {}
-        saved: dict[str, Any] = {"step": 0, "state": None, "records": {}}
-        chosen = None
-        if existing.checkpoints or from_step is not None:
-            chosen = existing.checkpoint(from_step, flag="--from")
-            groups, saved = checkpoint.load_checkpoint(chosen)
+        chosen, groups, saved = _chosen_checkpoint(existing, from_step)
         first, state, sizes = saved["step"], saved["state"], saved["records"]
         folder.check_sizes(sizes)
         parts = assemble_ranks(config, groups.keys(), checkpoint.initial_params_folder(folder.path / "checkpoints"))
@@ -289,6 +284,14 @@ def reopen_run(
         folder.close()
         raise
     return PreparedRun(parts, folder, display, first, state)
+
+
+def _chosen_checkpoint(existing: Run, from_step: int | None) -> tuple[Path | None, checkpoint.Groups, dict[str, Any]]:
+    """Return the checkpoint to continue from and its contents; of a run without checkpoints, its start."""
+    if not existing.checkpoints and from_step is None:
+        return None, {}, {"step": 0, "state": None, "records": {}}
+    chosen = existing.checkpoint(from_step, flag="--from")
+    return chosen, *checkpoint.load_checkpoint(chosen)
 
 
 def _set_aside_later_checkpoints(existing: Run, chosen: Path) -> None:

@@ -73,8 +73,7 @@ def train(
 
     Yields the number of each finished step. A config that the caller sends back replaces the current one.
     """
-    algorithm = config.algorithm
-    needs, ratio_is_one = required_fields(config)
+    algorithm, (needs, ratio_is_one) = config.algorithm, required_fields(config)
     check_needs(needs, engine, learner)
     state = algorithm.initial_state() if state is None else state
     engine.load(learner.params(), version=start)
@@ -108,8 +107,8 @@ def train(
             with timer("eval"):
                 metrics |= evaluate()
         training_seconds = time.perf_counter() - begin - timer.seconds["time/eval"]
+        timer.seconds["time/step"] = time.perf_counter() - begin
         metrics |= {**timer.seconds, "time/tokens_per_second": metrics["num_tokens"] / training_seconds}
-        metrics["time/step"] = time.perf_counter() - begin
         raise_if_diverged(step, metrics, batch, learner, records, config.max_mismatch)
         records.step(step, metrics, batch, minis, updates)
         config = (yield step) or config
