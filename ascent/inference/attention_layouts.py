@@ -26,7 +26,7 @@ from ascent.ops.paged_kv_cache import PagedKVCache, TensorPair
 MIN_BLOCK_DENSITY = 0.75
 """Minimum share of needed blocks in a range of the cache for attention to read it as a view instead of a copy."""
 MIN_READERS_PER_LEVEL, MAX_SEQUENTIAL_MERGES = 16, 4
-"""Minimum number of readers to read block by block; maximum number of partial results merged one by one."""
+"""Minimum number of block tables to read level by level; maximum number of partial results merged one by one."""
 MAX_PREFILL_TOKENS = 16_384
 """Approximate maximum number of tokens in one prefill."""
 
@@ -46,70 +46,77 @@ class PrefillSegment:
 class PrefillLayout:
     """The layout of a prefill: segments packed into one row, whose keys and values are written to the cache."""
 
-    fused: Any = None
-    """The fused attention kernel over all segments; False: there is none; None: not determined yet."""
+    fused_kernel: Any = None
+    """The variable-length attention kernel over all segments; False: there is none; None: not determined yet."""
 
     def __init__(self, cache: PagedKVCache, segments: GenericSequence[PrefillSegment], device: torch.device):
         self.cache = cache
-        self.queries = [part.num_tokens for part in segments]
-        self.keys = [part.prompt_length + part.num_cached + part.num_tokens for part in segments]
-        pages = [[*part.prompt_blocks, *part.block_table] for part in segments]
-        width = max(map(len, pages))
+        self.query_lengths = [segment.num_tokens for segment in segments]
+        self.key_lengths = [segment.prompt_length + segment.num_cached + segment.num_tokens for segment in segments]
+        block_tables = [[*segment.prompt_blocks, *segment.block_table] for segment in segments]
+        width = max(map(len, block_tables))
         rows = [
-            [part.num_tokens, seen, part.prompt_length, len(part.prompt_blocks), *own, *[0] * (width - len(own))]
-            for part, seen, own in zip(segments, self.keys, pages, strict=True)
+            [part.num_tokens, key_length, part.prompt_length, len(part.prompt_blocks), *blocks]
+            for part, key_length, blocks in zip(segments, self.key_lengths, block_tables, strict=True)
         ]
-        about = to_device_async(torch.tensor(rows), device)
-        self.page, self.offset, self.positions = self._places(about, about[:, 0], sum(self.queries))
-        """Blocks and offsets that the keys and values are written to, and the position of each token in its text."""
-        self.alone = self.keys == self.queries
-        """Whether no segment attends to cached tokens."""
-        self.seen = (self.page, self.offset)
-        if not self.alone:
-            self.seen = self._places(about, about[:, 1], sum(self.keys))[:2]
-        ends = [F.pad(n.cumsum(0), (1, 0)).int() for n in (about[:, 0], about[:, 1])]
-        nothing = ends[0][:0]
-        self.spans = VarlenSegments(ends[0], ends[1], max(self.queries), max(self.keys), nothing, nothing, nothing)
+        rows = [row + [0] * (4 + width - len(row)) for row in rows]
+        table = to_device_async(torch.tensor(rows), device)
+        query_lengths, key_lengths = table[:, 0], table[:, 1]
+        *slots, self.positions = self._slots(table, query_lengths, sum(self.query_lengths))
+        """Position of each token in its text."""
+        self.slot_mapping: TensorPair = (slots[0], slots[1])
+        """Block and offset in it that the key and value of each token are written to."""
+        self.uses_cached_tokens = self.key_lengths != self.query_lengths
+        """Whether any segment attends to cached tokens."""
+        self.key_slots = self.slot_mapping
+        """Block and offset of each key that the segments attend to."""
+        if self.uses_cached_tokens:
+            self.key_slots = self._slots(table, key_lengths, sum(self.key_lengths))[:2]
+        cu_seqlens_q, cu_seqlens_k = (F.pad(n.cumsum(0), (1, 0)).int() for n in (query_lengths, key_lengths))
+        max_seqlens, unused = (max(self.query_lengths), max(self.key_lengths)), cu_seqlens_q[:0]
+        self.varlen_segments = VarlenSegments(cu_seqlens_q, cu_seqlens_k, *max_seqlens, unused, unused, unused)
 
-    def _places(self, about: Tensor, last: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return blocks, offsets and positions of the last `last` keys of each segment; `total` is their sum.
+    def _slots(self, table: Tensor, counts: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return blocks, offsets and positions of the last `counts` keys of each segment; `total` is their sum.
 
         This is computed on the device because the host is the bottleneck.
         """
-        segment = torch.repeat_interleave(last, output_size=total)
-        _, seen, keys, before = about[:, :4].t()
-        position = torch.arange(total, device=about.device) - (last.cumsum(0) - seen)[segment]
-        own = position - keys[segment]
-        is_own, size = own >= 0, self.cache.block_size
-        column = torch.where(is_own, before[segment] + own // size, position // size)
-        return about[segment, 4 + column], torch.where(is_own, own, position) % size, position
+        segment = torch.repeat_interleave(counts, output_size=total)
+        _, key_lengths, prompt_lengths, num_prompt_blocks = table[:, :4].t()
+        position = torch.arange(total, device=table.device) - (counts.cumsum(0) - key_lengths)[segment]
+        response_position = position - prompt_lengths[segment]
+        in_response, size = response_position >= 0, self.cache.block_size
+        column = torch.where(in_response, num_prompt_blocks[segment] + response_position // size, position // size)
+        return table[segment, 4 + column], torch.where(in_response, response_position, position) % size, position
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         keys, values = self.cache.layer_blocks(layer, k, v)
-        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [token head channel]
-        keys[self.page, :, self.offset], values[self.page, :, self.offset] = k, v
-        if not self.alone:
-            page, offset = self.seen
-            k, v = keys[page, :, offset], values[page, :, offset]
-        return self.mix(q, k, v, scale).unsqueeze(0)
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [token head head_dim]
+        block, offset = self.slot_mapping
+        keys[block, :, offset], values[block, :, offset] = k, v
+        if self.uses_cached_tokens:
+            block, offset = self.key_slots
+            k, v = keys[block, :, offset], values[block, :, offset]
+        return self.attention(q, k, v, scale).unsqueeze(0)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Return the attention of the tokens over the keys of their segments, `[token head head_dim]`."""
-        if self.fuses(q):
-            return self.fused.forward(q, k, v, self.spans, scale)[0]
-        outputs, start, first = [], 0, 0
-        for (count, seen), alike in groupby(zip(self.queries, self.keys, strict=True)):  # neighbors in one call
-            segments = len(list(alike))
-            end, last = start + segments * count, first + segments * seen
-            outputs.append(_causal((q[start:end], k[first:last], v[first:last]), segments, scale))
-            start, first = end, last
+        if self.has_fused_kernel(q):
+            return self.fused_kernel.forward(q, k, v, self.varlen_segments, scale)[0]
+        outputs, q_start, k_start = [], 0, 0
+        lengths = zip(self.query_lengths, self.key_lengths, strict=True)
+        for (query_length, key_length), equal in groupby(lengths):  # neighbors of equal lengths in one call
+            num_segments = len(list(equal))
+            q_end, k_end = q_start + num_segments * query_length, k_start + num_segments * key_length
+            outputs.append(_causal_attention(q[q_start:q_end], k[k_start:k_end], v[k_start:k_end], num_segments, scale))
+            q_start, k_start = q_end, k_end
         return torch.cat(outputs)
 
-    def fuses(self, q: Tensor) -> bool:
+    def has_fused_kernel(self, q: Tensor) -> bool:
         """Return whether one kernel computes the attention of all segments."""
-        if self.fused is None:
-            self.fused = varlen_kernel(q) or False
-        return bool(self.fused)
+        if self.fused_kernel is None:
+            self.fused_kernel = varlen_kernel(q) or False
+        return bool(self.fused_kernel)
 
 
 class HiddenStateModel(Protocol):
@@ -137,128 +144,136 @@ def prefill_segments(
             total += len(tokens[last])
             last += 1
         layout = PrefillLayout(cache, segments[first:last], lm.device)
-        ids = to_device_async(torch.tensor([t for part in tokens[first:last] for t in part]), lm.device)
-        hidden.append(lm.hidden(ids[None], layout.positions[None], layout)[0][layout.spans.cu_seqlens_q[1:].long() - 1])
+        ids = to_device_async(torch.tensor([token for segment in tokens[first:last] for token in segment]), lm.device)
+        last_tokens = layout.varlen_segments.cu_seqlens_q[1:].long() - 1
+        hidden.append(lm.hidden(ids[None], layout.positions[None], layout)[0][last_tokens])
         first = last
     return torch.cat(hidden)
 
 
-def _causal(parts: GenericSequence[Tensor], segments: int, scale: float) -> Tensor:
-    """Of queries, keys and values of segments of the same lengths, `[token head channel]`: attention inside each.
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor, num_segments: int, scale: float) -> Tensor:
+    """Return the causal attention inside segments of equal lengths, `[token head head_dim]`.
 
-    The last query sees every key, the one before all but the last, and so on.
+    The last query attends to every key, the one before to all but the last, and so on.
     """
-    q, k, v = (x.unflatten(0, (segments, len(x) // segments)).transpose(1, 2) for x in parts)
-    count, total = q.shape[2], k.shape[2]
-    seen = None if count == total else torch.ones(count, total, dtype=torch.bool, device=q.device).tril(total - count)
-    out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scale, enable_gqa=True)
+    q, k, v = (x.unflatten(0, (num_segments, len(x) // num_segments)).transpose(1, 2) for x in (q, k, v))
+    queries, keys = q.shape[2], k.shape[2]
+    mask = None
+    if queries != keys:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)
 
 
 @dataclass
 class BlockReaders:
-    """Blocks of a prompt or of a sequence, with the rows of the batch that read them."""
+    """Blocks of a prompt or of a sequence, and the rows of the batch that read them."""
 
-    pages: GenericSequence[int]
-    readers: list[int]
+    block_table: GenericSequence[int]
+    rows: list[int]
 
 
 class BlockGroup:
     """Blocks that attention reads in one call."""
 
-    def __init__(self, held: GenericSequence[BlockReaders], levels: range, rows: int, size: int, device: torch.device):
-        """Level j holds the j-th block of each prompt or sequence."""
-        pages = [one.pages[j] for j in levels for one in held if j < len(one.pages)]
-        low, count, step = _span(pages)
-        whole = len(pages) >= MIN_BLOCK_DENSITY * count
-        self.pages = slice(low, low + count * step, step) if whole else to_device_async(torch.tensor(pages), device)
-        """A slice is read as a view; a tensor of indices is copied."""
-        at = {page: (page - low) // step for page in pages} if whole else {page: i for i, page in enumerate(pages)}
-        self.most = most = max(len(one.readers) for one in held)
-        """Maximum number of readers of a block."""
-        count = count if whole else len(pages)
-        readers, base = [0] * (count * most), [-1] * count
-        places = [[-1] * rows for _ in levels]
-        for place, j in zip(places, levels, strict=True):
-            for one in (one for one in held if j < len(one.pages)):
-                first = at[one.pages[j]] * most
-                base[first // most] = j * size
-                readers[first : first + len(one.readers)] = one.readers
-                for rank, row in enumerate(one.readers):
-                    place[row] = first + rank
-        every, where = list(range(rows)), [one for place in places for one in place]
-        self.base = to_device_async(torch.tensor(base), device)
+    def __init__(
+        self, tables: GenericSequence[BlockReaders], levels: range, num_rows: int, block_size: int, device: torch.device
+    ):
+        """Level j is the j-th block of each prompt or sequence."""
+        blocks = [table.block_table[j] for j in levels for table in tables if j < len(table.block_table)]
+        first, count, step = _block_range(blocks)
+        if len(blocks) >= MIN_BLOCK_DENSITY * count:
+            index_of = {block: (block - first) // step for block in blocks}
+            self.blocks: slice | Tensor = slice(first, first + count * step, step)
+            """A slice is read as a view; a tensor of indices is copied."""
+        else:
+            index_of, count = {block: i for i, block in enumerate(blocks)}, len(blocks)
+            self.blocks = to_device_async(torch.tensor(blocks), device)
+        self.max_readers = width = max(len(table.rows) for table in tables)
+        """Maximum number of rows that read a block."""
+        reader_rows, start = [0] * (count * width), [-1] * count
+        results = [[-1] * num_rows for _ in levels]
+        for result, j in zip(results, levels, strict=True):
+            for table in (table for table in tables if j < len(table.block_table)):
+                index = index_of[table.block_table[j]]
+                start[index] = j * block_size
+                reader_rows[index * width : index * width + len(table.rows)] = table.rows
+                for i, row in enumerate(table.rows):
+                    result[row] = index * width + i
+        all_rows, flat_results = list(range(num_rows)), [index for result in results for index in result]
+        self.start = to_device_async(torch.tensor(start), device)
         """Number of tokens before each block; −1: the block is not needed but inside the range."""
-        table = to_device_async(torch.tensor(readers), device)
-        self.owner = table[::most]
-        self.readers = None if readers == every else table
+        readers = to_device_async(torch.tensor(reader_rows), device)
+        self.first_reader = readers[::width]
+        self.reader_rows = None if reader_rows == all_rows else readers
         """`[block·reader]` rows; None: all rows in order."""
-        self.places = (
-            None
-            if where == every and len(readers) == rows
-            else to_device_async(torch.tensor(where).clamp(min=0), device)
-        )
+        in_order = flat_results == all_rows and len(reader_rows) == num_rows
+        self.results = None if in_order else to_device_async(torch.tensor(flat_results).clamp(min=0), device)
         """`[level·row]` indices into `[block·reader]`; None: in order."""
-        self.absent = to_device_async(torch.tensor(places) < 0, device)[..., None, None] if -1 in where else None
+        missing = (torch.tensor(results) < 0)[..., None, None]
+        self.missing = to_device_async(missing, device) if -1 in flat_results else None
         """`[level row 1 1]`: rows that have no block at a level; None: all have one."""
         self.views: dict[int, TensorPair] = {}
         """Views of keys and values by layer."""
 
-    def look(self, tokens: Tensor, size: int) -> None:
-        """Mask the blocks for rows with these numbers of tokens."""
-        seen = torch.where(self.base < 0, 1, tokens[self.owner] - self.base).clamp(max=size)
-        self.bias, self.seen = _bias(seen)
+    def set_lengths(self, lengths: Tensor, block_size: int) -> None:
+        """Mask the unused ends of the blocks, for rows with these numbers of tokens."""
+        used = torch.where(self.start < 0, 1, lengths[self.first_reader] - self.start).clamp(max=block_size)
+        self.bias, self.max_used = _padding_bias(used)
 
     def attend(self, layer: int, q: Tensor, cache: TensorPair, scale: float) -> TensorPair:
-        """Attention `[level row head repeat head_dim]` of queries `[row head repeat head_dim]` and log-sum-exps.
+        """Return partial attention `[level row kv_head repeat head_dim]` and its log-sum-exps.
 
-        For a row without a block the result is exactly 0 and −∞, whatever the memory contains.
+        The queries are `[row kv_head repeat head_dim]`. For a row without a block the result is exactly 0 and −∞,
+        whatever the memory contains.
         """
-        rows, shared, repeat, channel = q.shape
-        k, v = (x.narrow(2, 0, self.seen) for x in self._paged(layer, cache))
-        q = q if self.readers is None else q.index_select(0, self.readers)
-        if self.most > 1:
-            q = q.reshape(-1, self.most, shared, repeat, channel).transpose(1, 2).flatten(2, 3)
-        out, log = _attend(q, k, v, self.bias, scale)
-        if self.most > 1:
-            out, log = (x.unflatten(2, (self.most, repeat)).transpose(1, 2).flatten(0, 1) for x in (out, log))
-        if self.places is not None:
-            out, log = out.index_select(0, self.places), log.index_select(0, self.places)
-        out, log = (x.unflatten(0, (-1, rows)) for x in (out, log))
-        if self.absent is not None:
-            out, log = out.masked_fill(self.absent.unsqueeze(-1), 0.0), log.masked_fill(self.absent, -math.inf)
-        return out, log
+        rows, kv_heads, repeat, head_dim = q.shape
+        k, v = (x.narrow(2, 0, self.max_used) for x in self._keys_and_values(layer, cache))
+        q = q if self.reader_rows is None else q.index_select(0, self.reader_rows)
+        if self.max_readers > 1:
+            q = q.reshape(-1, self.max_readers, kv_heads, repeat, head_dim).transpose(1, 2).flatten(2, 3)
+        out, lse = _attention_with_lse(q, k, v, self.bias, scale)
+        if self.max_readers > 1:
+            out, lse = (x.unflatten(2, (self.max_readers, repeat)).transpose(1, 2).flatten(0, 1) for x in (out, lse))
+        if self.results is not None:
+            out, lse = out.index_select(0, self.results), lse.index_select(0, self.results)
+        out, lse = (x.unflatten(0, (-1, rows)) for x in (out, lse))
+        if self.missing is not None:
+            out, lse = out.masked_fill(self.missing.unsqueeze(-1), 0.0), lse.masked_fill(self.missing, -math.inf)
+        return out, lse
 
-    def _paged(self, layer: int, cache: TensorPair) -> TensorPair:
-        """Return the keys and values of these blocks."""
-        if not isinstance(self.pages, slice):
-            return cache[0][self.pages], cache[1][self.pages]
+    def _keys_and_values(self, layer: int, cache: TensorPair) -> TensorPair:
+        if not isinstance(self.blocks, slice):
+            return cache[0][self.blocks], cache[1][self.blocks]
         if layer not in self.views:
-            self.views[layer] = cache[0][self.pages], cache[1][self.pages]
+            self.views[layer] = cache[0][self.blocks], cache[1][self.blocks]
         return self.views[layer]
 
 
-def _span(pages: GenericSequence[int]) -> tuple[int, int, int]:
+def _block_range(blocks: GenericSequence[int]) -> tuple[int, int, int]:
     """Return the start, length and step of the smallest range that contains all blocks."""
-    low = min(pages)
-    step = math.gcd(*(page - low for page in pages)) or 1
-    return low, (max(pages) - low) // step + 1, step
+    first = min(blocks)
+    step = math.gcd(*(block - first for block in blocks)) or 1
+    return first, (max(blocks) - first) // step + 1, step
 
 
-def _blocks(held: GenericSequence[BlockReaders], rows: int, size: int, device: torch.device) -> list[BlockGroup]:
+def _group_blocks(
+    tables: GenericSequence[BlockReaders], num_rows: int, block_size: int, device: torch.device
+) -> list[BlockGroup]:
     """Return one group per level, on a CPU with many rows if it reads no more blocks; else one group for all levels.
 
     On a GPU the host would have to launch every group.
     """
-    held = [one for one in held if one.pages]
-    if not held:
+    tables = [table for table in tables if table.block_table]
+    if not tables:
         return []
-    levels = range(max(len(one.pages) for one in held))
-    spans = [_span([one.pages[j] for one in held if j < len(one.pages)])[1] for j in levels]
-    whole = _span([page for one in held for page in one.pages])[1]
-    apart = device.type == "cpu" and len(held) >= MIN_READERS_PER_LEVEL and sum(spans) <= whole
-    parts = [range(j, j + 1) for j in levels] if apart else [levels]
-    return [BlockGroup(held, part, rows, size, device) for part in parts]
+    levels = range(max(len(table.block_table) for table in tables))
+    by_level = [[table.block_table[j] for table in tables if j < len(table.block_table)] for j in levels]
+    blocks_read = sum(_block_range(blocks)[1] for blocks in by_level)
+    fewer_blocks = blocks_read <= _block_range([block for blocks in by_level for block in blocks])[1]
+    per_level = device.type == "cpu" and len(tables) >= MIN_READERS_PER_LEVEL and fewer_blocks
+    parts = [range(j, j + 1) for j in levels] if per_level else [levels]
+    return [BlockGroup(tables, part, num_rows, block_size, device) for part in parts]
 
 
 class DecodeLayout:
@@ -271,78 +286,81 @@ class DecodeLayout:
     def __init__(self, cache: PagedKVCache, device: torch.device):
         self.cache, self.device = cache, device
 
-    def set_sequences(self, rows: GenericSequence[Sequence], schedule: Scheduler) -> None:
+    def set_sequences(self, seqs: GenericSequence[Sequence], scheduler: Scheduler) -> None:
         """Set the sequences of the batch. Call it again when sequences enter, leave or get blocks."""
-        members: dict[int, list[int]] = {}
-        for i, row in enumerate(rows):
-            members.setdefault(row.prompt_id, []).append(i)
-        how = (len(rows), self.cache.block_size, self.device)
-        prompts = _blocks(
-            [BlockReaders(schedule.prompt_blocks[prompt], those) for prompt, those in members.items()], *how
-        )
-        self.own = _blocks([BlockReaders(row.block_table, [i]) for i, row in enumerate(rows)], *how)
-        self.blocks = [*self.own, *prompts]
-        self.prompt_keys = self._send([schedule.prompt_lengths[row.prompt_id] for row in rows])
-        for block in prompts:
-            block.look(self.prompt_keys, self.cache.block_size)
-        last = [row.block_table[-1] for row in rows]
-        self.last = self._send(last)
-        self.in_order = last == list(range(last[0], last[0] + len(last)))
+        readers: dict[int, list[int]] = {}
+        for row, seq in enumerate(seqs):
+            readers.setdefault(seq.prompt_id, []).append(row)
+        prompt_tables = [BlockReaders(scheduler.prompt_blocks[prompt_id], rows) for prompt_id, rows in readers.items()]
+        seq_tables = [BlockReaders(seq.block_table, [row]) for row, seq in enumerate(seqs)]
+        sizes = (len(seqs), self.cache.block_size, self.device)
+        prompt_groups, self.seq_groups = _group_blocks(prompt_tables, *sizes), _group_blocks(seq_tables, *sizes)
+        self.groups = [*self.seq_groups, *prompt_groups]
+        self.prompt_lengths = self._to_device([scheduler.prompt_lengths[seq.prompt_id] for seq in seqs])
+        for group in prompt_groups:
+            group.set_lengths(self.prompt_lengths, self.cache.block_size)
+        last_blocks = [seq.block_table[-1] for seq in seqs]
+        self.last_blocks = self._to_device(last_blocks)
+        self.has_consecutive_blocks = last_blocks == list(range(last_blocks[0], last_blocks[0] + len(seqs)))
+        """Whether the last blocks of the sequences are a range, which is indexed faster."""
 
-    def _send(self, numbers: list[int]) -> Tensor:
+    def _to_device(self, numbers: list[int]) -> Tensor:
         return to_device_async(torch.tensor(numbers, dtype=torch.long), self.device)
 
-    def begin_step(self, rows: GenericSequence[Sequence]) -> Tensor:
+    def begin_step(self, seqs: GenericSequence[Sequence]) -> Tensor:
         """Prepare a step. Return the positions of the new tokens, which `Sequence.num_tokens` does not count yet."""
-        length = self._send([row.num_tokens for row in rows])
-        for block in self.own:
-            block.look(length + 1, self.cache.block_size)
-        first, offset = rows[0].block_table[-1], rows[0].num_tokens % self.cache.block_size
-        self.new: tuple[Any, ...] = (self.last, slice(None), length % self.cache.block_size)
-        """Index of the keys and values of the new tokens."""
-        if self.in_order and all(row.num_tokens % self.cache.block_size == offset for row in rows):
-            self.new = (slice(first, first + len(rows)), slice(None), offset)
-        return self.prompt_keys + length
+        lengths, size = self._to_device([seq.num_tokens for seq in seqs]), self.cache.block_size
+        for group in self.seq_groups:
+            group.set_lengths(lengths + 1, size)
+        first, offset = seqs[0].block_table[-1], seqs[0].num_tokens % size
+        self.slot_mapping: tuple[Any, ...] = (self.last_blocks, slice(None), lengths % size)
+        """Index of the keys and values of the new tokens in the cache."""
+        if self.has_consecutive_blocks and all(seq.num_tokens % size == offset for seq in seqs):
+            self.slot_mapping = (slice(first, first + len(seqs)), slice(None), offset)
+        return self.prompt_lengths + lengths
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        rows, heads, _, channel = q.shape
-        shared = k.shape[1]
+        rows, heads, _, head_dim = q.shape
+        kv_heads = k.shape[1]
         keys, values = cache = self.cache.layer_blocks(layer, k, v)
-        keys[self.new], values[self.new] = k[:, :, 0], v[:, :, 0]
-        q = q.reshape(rows, shared, heads // shared, channel)
-        found = [block.attend(layer, q, cache, scale) for block in self.blocks]
-        return _weighed(found).to(q.dtype).reshape(rows, 1, heads, channel)
+        keys[self.slot_mapping], values[self.slot_mapping] = k[:, :, 0], v[:, :, 0]
+        q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
+        partials = [group.attend(layer, q, cache, scale) for group in self.groups]
+        return _merge_partials(partials).to(q.dtype).reshape(rows, 1, heads, head_dim)
 
 
-def _weighed(blocks: list[TensorPair]) -> Tensor:
-    """Merge partial attention by log-sum-exps. All rows have the first part, of the sequence itself."""
-    if sum(len(out) for out, _ in blocks) > MAX_SEQUENTIAL_MERGES:
-        out, log = (torch.cat(some) for some in zip(*blocks, strict=True))
-        return out.to(log.dtype).mul_(torch.softmax(log, 0).unsqueeze(-1)).sum(0)
-    (total, log), *others = [(out[j], log[j]) for out, log in blocks for j in range(len(out))]
-    total = total.to(log.dtype)
-    for j, (part, own) in enumerate(others, 1):
-        total = total.lerp_(part.to(log.dtype), torch.sigmoid(own - log).unsqueeze(-1))
-        log = torch.logaddexp(log, own) if j < len(others) else log
-    return total
+def _merge_partials(partials: list[TensorPair]) -> Tensor:
+    """Merge partial attention by log-sum-exps. Every row has the first part, which is from the sequence itself."""
+    if sum(len(out) for out, _ in partials) > MAX_SEQUENTIAL_MERGES:
+        out, lse = (torch.cat(parts) for parts in zip(*partials, strict=True))
+        return out.to(lse.dtype).mul_(torch.softmax(lse, 0).unsqueeze(-1)).sum(0)
+    (merged, merged_lse), *others = [(out[j], lse[j]) for out, lse in partials for j in range(len(out))]
+    merged = merged.to(merged_lse.dtype)
+    for j, (out, lse) in enumerate(others, 1):
+        merged = merged.lerp_(out.to(lse.dtype), torch.sigmoid(lse - merged_lse).unsqueeze(-1))
+        merged_lse = torch.logaddexp(merged_lse, lse) if j < len(others) else merged_lse
+    return merged
 
 
-def _bias(length: Tensor) -> tuple[Tensor | None, int]:
-    """0 for the first `length` keys of a page and −∞ beyond, `[page 1 1 key]`, and its width; None: no beyond."""
-    width = int(length.max())
-    if bool((length == width).all()):
+def _padding_bias(used: Tensor) -> tuple[Tensor | None, int]:
+    """Return an attention bias `[block 1 1 key]` and its width, the largest number of used keys of a block.
+
+    The bias is 0 for the first `used` keys of each block and −∞ for the others; None if all blocks have equally many.
+    """
+    width = int(used.max())
+    if bool((used == width).all()):
         return None, width
-    beyond = torch.arange(width, device=length.device) >= length[:, None]
-    return torch.zeros_like(beyond, dtype=torch.float32).masked_fill(beyond, float("-inf"))[:, None, None], width
+    padding = torch.arange(width, device=used.device) >= used[:, None]
+    return torch.zeros_like(padding, dtype=torch.float32).masked_fill(padding, float("-inf"))[:, None, None], width
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> TensorPair:
-    """softmax(q·kᵀ + bias)·v, and the log-sum-exp of its scores in float32 or better."""
+def _attention_with_lse(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> TensorPair:
+    """Return softmax(scale·q·kᵀ + bias)·v, and the log-sum-exp of its scores in float32 or better."""
     if q.device.type == "cpu" and q.dtype == torch.float32:
         bias = None if bias is None else bias.expand(*q.shape[:3], k.shape[2])
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
     if bias is not None:
         scores = scores + bias
-    log = torch.logsumexp(scores, -1)
-    return torch.exp(scores - log.unsqueeze(-1)).to(v.dtype) @ v, log
+    lse = torch.logsumexp(scores, -1)
+    return torch.exp(scores - lse.unsqueeze(-1)).to(v.dtype) @ v, lse

@@ -66,7 +66,7 @@ class LocalEngine(RolloutEngine):
         if lm.can_share_prompts and lm.device.type == "cpu":
             self.packed_model = build_packed_cpu_model(lm)
             if self.packed_model is not None:
-                self.runner = partial(PagedRunner, net=self.packed_model)
+                self.runner = partial(PagedRunner, hidden_model=self.packed_model)
         self.timeline = OccupancyTimeline()
         """How many responses ran when, of the tickets since it was last taken."""
         self.latest_timeline = OccupancyTimeline()

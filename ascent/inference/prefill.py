@@ -33,30 +33,30 @@ class PrefillGraphSize(NamedTuple):
     tokens: int
     keys: int
     segments: int
-    longest_query: int
-    longest_key: int
+    max_seqlen_q: int
+    max_seqlen_k: int
 
     @classmethod
     def of(cls, layout: PrefillLayout) -> PrefillGraphSize:
-        tokens = round_up_to_bucket(len(layout.page) + 1)
-        keys = round_up_to_bucket(len(layout.seen[0]) + tokens - len(layout.page))
-        longest = next_power_of_2(layout.spans.max_seqlen_q), next_power_of_2(layout.spans.max_seqlen_k)
-        return cls(tokens, keys, next_power_of_2(len(layout.spans.cu_seqlens_q)), *longest)
+        segments, num_tokens = layout.varlen_segments, len(layout.positions)
+        tokens = round_up_to_bucket(num_tokens + 1)
+        keys = round_up_to_bucket(len(layout.key_slots[0]) + tokens - num_tokens)
+        max_seqlens = next_power_of_2(segments.max_seqlen_q), next_power_of_2(segments.max_seqlen_k)
+        return cls(tokens, keys, next_power_of_2(len(segments.cu_seqlens_q)), *max_seqlens)
 
 
 @dataclass
 class StaticPrefillLayout:
-    """What `Prefill` asks a layout for, in a captured pass: tensors that stay where they are."""
+    """The part of `PrefillLayout` that `PrefillModel` reads, as tensors at fixed addresses for a CUDA graph."""
 
     cache: PagedKVCache
-    page: Tensor
-    offset: Tensor
-    seen: TensorPair
-    spans: VarlenSegments
-    fused: Any
+    slot_mapping: TensorPair
+    key_slots: TensorPair
+    varlen_segments: VarlenSegments
+    fused_kernel: Any
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return self.fused.forward(q, k, v, self.spans, scale)[0]
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return self.fused_kernel.forward(q, k, v, self.varlen_segments, scale)[0]
 
 
 @dataclass
@@ -64,88 +64,96 @@ class PrefillGraphs:
     """Captured prefills by size, and how often each size was used."""
 
     graphs: GraphBackend
-    most: int
+    max_tokens: int
     """Maximum number of tokens of a captured prefill."""
     by_size: dict[PrefillGraphSize, PrefillGraph] = field(default_factory=dict)
-    used: Counter[PrefillGraphSize] = field(default_factory=Counter)
+    num_uses: Counter[PrefillGraphSize] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
 class PrefillModel:
-    """The model for prefills of packed segments, in place of the model of transformers (`HiddenStateModel`)."""
+    """A `HiddenStateModel` for prefills: fused kernels, and CUDA graphs for recurring sizes."""
 
-    net: DecoderModel
+    model: DecoderModel
     ops: ModuleType
-    tables: list[TensorPair]
-    passes: PrefillGraphs
+    rotary_tables: list[TensorPair]
+    prefill_graphs: PrefillGraphs
 
     @property
     def device(self) -> torch.device:
-        return self.net.embedding.device
+        return self.model.embedding.device
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: PrefillLayout) -> Tensor:
-        """Hidden states `[1 token hidden]`. The layout writes keys and values to their pages, and attends to those."""
-        size, there = PrefillGraphSize.of(layout), self.passes.by_size
-        if size not in there and self._captures(size, layout):
-            there[size] = PrefillGraph(self, size, ids[0], layout)
-        if size in there:
-            return there[size](ids[0], layout)
-        return self.through(ids[0], positions[0], layout).unsqueeze(0)
+        """Return the hidden states `[1 token hidden]`, after writing the keys and values to the cache."""
+        size, captured = PrefillGraphSize.of(layout), self.prefill_graphs.by_size
+        if size not in captured and self._should_capture(size, layout):
+            captured[size] = PrefillGraph(self, size, ids[0], layout)
+        if size in captured:
+            return captured[size](ids[0], layout)
+        return self.forward(ids[0], positions[0], layout).unsqueeze(0)
 
-    def _captures(self, size: PrefillGraphSize, layout: PrefillLayout) -> bool:
+    def _should_capture(self, size: PrefillGraphSize, layout: PrefillLayout) -> bool:
         """Return whether to capture this size now: at its second use."""
-        passes = self.passes
-        passes.used[size] += 1
-        if size.tokens > passes.most or passes.used[size] < 2 or len(passes.by_size) >= MAX_PREFILL_GRAPHS:
+        graphs = self.prefill_graphs
+        graphs.num_uses[size] += 1
+        is_first_use, is_full = graphs.num_uses[size] < 2, len(graphs.by_size) >= MAX_PREFILL_GRAPHS
+        if size.tokens > graphs.max_tokens or is_first_use or is_full:
             return False
-        return layout.fuses(self.net.embedding.new_empty(0, 1, self.net.head_dim)) and layout.fused.supports_cuda_graphs
+        q = self.model.embedding.new_empty(0, 1, self.model.head_dim)
+        return layout.has_fused_kernel(q) and layout.fused_kernel.supports_cuda_graphs
 
-    def through(self, ids: Tensor, positions: Tensor, layout: PrefillLayout | StaticPrefillLayout) -> Tensor:
-        net, ops = self.net, self.ops
-        turns = {id(pair): [table[positions] for table in pair] for pair in self.tables}
+    def forward(self, ids: Tensor, positions: Tensor, layout: PrefillLayout | StaticPrefillLayout) -> Tensor:
+        """Return the hidden states of packed tokens, launched kernel by kernel."""
+        model, ops = self.model, self.ops
+        rotary = {id(pair): [table[positions] for table in pair] for pair in self.rotary_tables}
 
         def attend(i: int, layer: Layer, qkv: Tensor) -> Tensor:
-            pages = layout.cache.layers[i]
-            if layer.qk_norms is not None and not layer.norms_across_heads(net.head_dim):
-                qkv = norm_heads(qkv, layer.qk_norms, net.num_kv_heads)
-            q = ops.rotate_and_write_kv(qkv, *turns[id(self.tables[i])], layout.page, layout.offset, pages)
-            k, v = ops.gather_kv(pages, *layout.seen)
-            return layout.mix(q, k, v, layer.scale).flatten(1)
+            cache = layout.cache.layers[i]
+            if layer.qk_norms is not None and not layer.norms_across_heads(model.head_dim):
+                qkv = norm_heads(qkv, layer.qk_norms, model.num_kv_heads)
+            q = ops.rotate_and_write_kv(qkv, *rotary[id(self.rotary_tables[i])], *layout.slot_mapping, cache)
+            k, v = ops.gather_kv(cache, *layout.key_slots)
+            return layout.attention(q, k, v, layer.scale).flatten(1)
 
-        return net.forward(ops, ids, attend)
+        return model.forward(ops, ids, attend)
 
 
 class PrefillGraph:
     """A captured prefill of up to `size.tokens` tokens."""
 
     def __init__(self, prefill: PrefillModel, size: PrefillGraphSize, ids: Tensor, layout: PrefillLayout):
-        self.size, self.nobodys = size, layout.cache.num_blocks - 1
-        self.parts = self._padded(ids, layout)
-        self.out = ids  # until the first pass
-        ids, positions, page, offset, seen_page, seen_offset, queries, keys = self.parts
-        nothing = queries[:0]
-        spans = VarlenSegments(queries, keys, size.longest_query, size.longest_key, nothing, nothing, nothing)
-        placed = StaticPrefillLayout(layout.cache, page, offset, (seen_page, seen_offset), spans, layout.fused)
+        self.size, self.padding_block = size, layout.cache.num_blocks - 1
+        self.inputs = self._pad(ids, layout)
+        ids, positions, block, offset, key_block, key_offset, cu_seqlens_q, cu_seqlens_k = self.inputs
+        self.hidden = ids
+        """Output of the graph, set when it is captured."""
+        unused, max_seqlens = cu_seqlens_q[:0], (size.max_seqlen_q, size.max_seqlen_k)
+        segments = VarlenSegments(cu_seqlens_q, cu_seqlens_k, *max_seqlens, unused, unused, unused)
+        slots = (block, offset), (key_block, key_offset)
+        static = StaticPrefillLayout(layout.cache, *slots, segments, layout.fused_kernel)
 
-        def work() -> None:
-            self.out = prefill.through(ids, positions, placed)
+        def forward() -> None:
+            self.hidden = prefill.forward(ids, positions, static)
 
-        prefill.passes.graphs.warm_up(work)
-        self.replay = prefill.passes.graphs.capture(work)
+        prefill.prefill_graphs.graphs.warm_up(forward)
+        self.replay = prefill.prefill_graphs.graphs.capture(forward)
 
-    def _padded(self, ids: Tensor, layout: PrefillLayout) -> list[Tensor]:
-        size, tokens, keys = self.size, len(ids), len(layout.seen[0])
-        given = ((ids, 0), (layout.positions, 0), (layout.page, self.nobodys), (layout.offset, 0))
-        seen = ((layout.seen[0], self.nobodys), (layout.seen[1], 0))
-        ends = ((layout.spans.cu_seqlens_q, size.tokens), (layout.spans.cu_seqlens_k, keys + size.tokens - tokens))
+    def _pad(self, ids: Tensor, layout: PrefillLayout) -> list[Tensor]:
+        """Return the inputs of the graph: by token, by key and by segment, each padded to its capacity."""
+        size, segments = self.size, layout.varlen_segments
+        (block, offset), (key_block, key_offset) = layout.slot_mapping, layout.key_slots
+        num_keys = len(key_block) + size.tokens - len(ids)
+        by_token = ((ids, 0), (layout.positions, 0), (block, self.padding_block), (offset, 0))
+        by_key = ((key_block, self.padding_block), (key_offset, 0))
+        by_segment = ((segments.cu_seqlens_q, size.tokens), (segments.cu_seqlens_k, num_keys))
         return [
-            F.pad(part, (0, room - len(part)), value=value)
-            for parts, room in ((given, size.tokens), (seen, size.keys), (ends, size.segments + 1))
-            for part, value in parts
+            F.pad(tensor, (0, capacity - len(tensor)), value=value)
+            for tensors, capacity in ((by_token, size.tokens), (by_key, size.keys), (by_segment, size.segments + 1))
+            for tensor, value in tensors
         ]
 
     def __call__(self, ids: Tensor, layout: PrefillLayout) -> Tensor:
         """Return the hidden states, with padding. The next call overwrites them."""
-        torch._foreach_copy_(self.parts, self._padded(ids, layout))
+        torch._foreach_copy_(self.inputs, self._pad(ids, layout))
         self.replay()
-        return self.out.unsqueeze(0)
+        return self.hidden.unsqueeze(0)

@@ -10,7 +10,7 @@ A layer is   x ← x + o(attend(qkv(norm(x))))   x ← x + down(act(gate(norm(x)
     Gemma 3                         as Gemma, with QK-norm, norms before and after, and two kinds of RoPE
 
 Modules are found by their names in transformers. Unknown modules raise UnsupportedArchitectureError here; a model with
-the same modules but other arithmetic is detected by comparing hidden states (the `gap` checks of the runners).
+the same modules but other arithmetic is detected by comparing hidden states (`hidden_error` of the runners).
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ RULES = (
     Rule("the deviation of one value is NaN, too", "ascent/runs/confidence_intervals.py", "interval", "^2$"),
     Rule("only a power cut shows the difference", old=r"^(file\.flush|os\.fsync)\("),
     Rule("balances ranks: speed alone", "ascent/distributed/ranks.py", "shares", line=r"load\[least\]"),
-    Rule("room for later positions: memory alone", "ascent/inference/runners/packed_cpu_model.py", old=r"2 \* there"),
+    Rule("room for later positions: memory alone", "ascent/inference/runners/packed_cpu_model.py", old=r"2 \* cached"),
     Rule("dividing by 1 changes nothing", "ascent/ops/token_sampling.py", "sample_tokens", r"^1\.0$"),
     Rule("sums order as means", "ascent/models/decoder_model.py", "_find_weight_offset", r"sum\(\)$", "other function"),
     Rule("messages among ranks: speed alone", "ascent/distributed/rank_group.py", "sum_buckets", "^bucket and"),

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from ascent.core.types import Prompts, Rollouts
-from ascent.inference.runners import packed_cpu_model as module
+from ascent.inference.runners import packed_cpu_model as packed_cpu_model
 from ascent.inference.runners.packed_cpu_model import (
     PackedCpuModel,
     PackedMatmul,
     RowwiseDecodeLayout,
     build_packed_cpu_model,
-    gap,
+    hidden_error,
 )
 from ascent.inference.runners.paged import PagedRunner
 from ascent.models import LanguageModel
@@ -63,7 +63,7 @@ def test_many_rows_are_multiplied_with_the_matrices_as_they_are(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt's tokens, say; so too with a bias, and where gate and up would be one product with their activation."""
-    monkeypatch.setattr(module, "MANY", 3)
+    monkeypatch.setattr(packed_cpu_model, "MIN_UNPACKED_ROWS", 3)
     lm = model_of("Qwen2", dtype=dtype)
     same(drawn(lm, rows=5), drawn_by(PagedRunner, lm, rows=5), 2e-5 if dtype == torch.float32 else 5e-6)
 
@@ -72,16 +72,16 @@ def test_a_copy_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> No
     lm = model_of(dtype=torch.float32)
     product = only(lm).matmuls[0]
     with monkeypatch.context() as context:
-        context.setattr(module, "_copied", fail)
+        context.setattr(packed_cpu_model, "_pack_or_transpose", fail)
         context.setattr(cpu_kernels.PackedWeight, "pack", fail)
         with pytest.raises(MemoryError):
-            product.renew(5)
+            product.refresh(5)
     with torch.no_grad():
         product.weights[0].mul_(2)
     x = torch.randn(2, product.weights[0].shape[1], generator=torch.Generator().manual_seed(0))
-    product.renew(5)
+    product.refresh(5)
     want = torch.cat([torch.nn.functional.linear(x, weight) for weight in product.weights], 1)
-    assert torch.allclose(product(x, module.InPlaceOps), want, atol=1e-5)
+    assert torch.allclose(product(x, packed_cpu_model.InPlaceOps), want, atol=1e-5)
 
 
 def fail(*given: Any) -> Any:
@@ -97,7 +97,7 @@ def way_of(product: PackedMatmul) -> str:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("biased", "rows"), [(False, 5), (True, 5), (True, 1)])
 def test_every_form_of_copies(way: str, biased: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "packs", lambda _: way == "packed")
+    monkeypatch.setattr(packed_cpu_model, "uses_onednn", lambda _: way == "packed")
     if way != "panels":
         monkeypatch.setattr(cpu_kernels, "load_library", lambda: None)
     lm = model_of(dtype=torch.float32, attention_bias=biased, mlp_bias=biased, tie_word_embeddings=not biased)
@@ -117,11 +117,11 @@ def test_on_arm_large_matrices_are_for_onednn_and_the_rest_for_kernels(
 ) -> None:
     assert cpu_kernels.load_library() is not None  # compiled for the machine that this is
     monkeypatch.setattr(platform, "machine", lambda: machine)
-    monkeypatch.setattr(module, "LARGE", {machine: 2000})
+    monkeypatch.setattr(packed_cpu_model, "MIN_ONEDNN_ELEMENTS", {machine: 2000})
     lm = model_of(dtype=torch.float32, head_dim=16)
     packed = only(lm)
     assert {way_of(product) for product in packed.matmuls} == ways
-    assert isinstance(packed.decoding(4, 8), RowwiseDecodeLayout)  # attention is by kernels
+    assert isinstance(packed.decode_layout(4, 8), RowwiseDecodeLayout)  # attention is by kernels
     same(drawn(lm), drawn_by(PagedRunner, lm), 2e-5)
 
 
@@ -129,7 +129,7 @@ def test_on_arm_large_matrices_are_for_onednn_and_the_rest_for_kernels(
 def test_half_precision_rounds_where_the_model_does(name: str) -> None:
     lm = model_of(dtype=torch.float16 if name == "float16" else torch.bfloat16)
     set_mixed_precision(lm.model, name == "mixed")
-    assert gap(only(lm)) < 1e-3
+    assert hidden_error(only(lm)) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -323,15 +323,15 @@ def test_captured_passes_encode_what_launched_ones_do(monkeypatch: pytest.Monkey
     """Prompts, observations and rows that come back, padded to sizes that are captured at their second use."""
     lm = model_of()
     want = plain_conversations()
-    monkeypatch.setattr(PrefillLayout, "fused", FlashFormulas)
+    monkeypatch.setattr(PrefillLayout, "fused_kernel", FlashFormulas)
     monkeypatch.setattr(decode_loop, "PREFILL_BREAK_EVEN_STEPS", 0)
     for _ in range(2):
         got, (schedule,) = draws("graphs", lm, observe=observing(lm.stop_token_ids), limit=40, rows=5, room=48)
         assert schedule.num_preemptions > 0
         same(got, want)
-    passes: Any = lm.cuda_graph_runner.prefill_graphs
-    assert len(passes.by_size) > 3 and all(passes.used[size] == 2 for size in passes.by_size)
-    assert all(size.tokens > len(one.parts[0].nonzero()) for size, one in passes.by_size.items()), "with padding"
+    graphs: Any = lm.cuda_graph_runner.prefill_graphs
+    assert len(graphs.by_size) > 3 and all(graphs.num_uses[size] == 2 for size in graphs.by_size)
+    assert all(size.tokens > len(graph.inputs[0].nonzero()) for size, graph in graphs.by_size.items()), "with padding"
 
 
 @pytest.mark.long

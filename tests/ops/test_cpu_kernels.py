@@ -439,7 +439,7 @@ def test_responses_are_those_of_torch(room: int, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as context:
         seen: list[object] = []
         plain = PagedRunner.__call__
-        context.setattr(PagedRunner, "__call__", lambda self: (seen.append(self.decoding), plain(self))[1])
+        context.setattr(PagedRunner, "__call__", lambda self: (seen.append(self.decode_layout), plain(self))[1])
         ours = in_room().generate(prompts, 4)
         assert seen and all(isinstance(layout, RowwiseDecodeLayout) for layout in seen)
     monkeypatch.setattr(cpu_kernels, "load_library", lambda: None)

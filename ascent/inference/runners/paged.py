@@ -18,7 +18,7 @@ BLOCK_SIZE, WIDE_BLOCK_SIZE = 32, 64
 
 
 class PagedRunner:
-    """Decodes with a paged KV cache of at most `room` tokens and a batch of at most `rows` sequences.
+    """Decodes with a paged KV cache of `cache_tokens` tokens and a batch of at most `max_num_seqs` sequences.
 
     Prompts are prefilled together when their first sequences are scheduled. A waiting sequence takes the place of a
     finished one at once.
@@ -29,62 +29,73 @@ class PagedRunner:
         lm: LanguageModel,
         prompts: list[list[int]],
         samples: int,
-        rows: int,
-        drawn: GenerationState,
-        room: int = 0,
-        net: HiddenStateModel | None = None,
+        max_num_seqs: int,
+        generation: GenerationState,
+        cache_tokens: int = 0,
+        hidden_model: HiddenStateModel | None = None,
     ):
-        """`net`: a faster implementation of the model."""
-        self.lm, self.prompts, self.generation, self.hidden_model = lm, dict(enumerate(prompts)), drawn, net or lm
-        rows, lengths = min(rows, len(drawn.lengths)), [len(p) for p in prompts]
-        slots = min(len(prompts) or rows, -(-rows // samples) + 1)
-        size = BLOCK_SIZE if room else WIDE_BLOCK_SIZE
-        own = rows * -(-drawn.max_tokens // size)
-        most = own + slots * -(-max(lengths, default=drawn.max_prompt_tokens) // size)
-        pages = BlockManager(min(most, -(-room // size)), size) if room else BlockManager(most, size, own)
-        begun = {response: length - 1 for response, length in drawn.started_lengths.items()}
+        """`cache_tokens`: 0: all that the sequences can need. `hidden_model`: a faster implementation of the model."""
+        self.lm, self.prompts, self.generation = lm, dict(enumerate(prompts)), generation
+        self.hidden_model = hidden_model or lm
+        max_num_seqs, prompt_lengths = min(max_num_seqs, len(generation.lengths)), [len(p) for p in prompts]
+        active_prompts = min(len(prompts) or max_num_seqs, -(-max_num_seqs // samples) + 1)
+        block_size = BLOCK_SIZE if cache_tokens else WIDE_BLOCK_SIZE
+        seq_blocks = max_num_seqs * -(-generation.max_tokens // block_size)
+        max_prompt = max(prompt_lengths, default=generation.max_prompt_tokens)
+        num_blocks = seq_blocks + active_prompts * -(-max_prompt // block_size)
+        if cache_tokens:
+            block_manager = BlockManager(min(num_blocks, -(-cache_tokens // block_size)), block_size)
+        else:
+            block_manager = BlockManager(num_blocks, block_size, prompt_region=seq_blocks)
+        cached_lengths = {response: length - 1 for response, length in generation.started_lengths.items()}
         self.scheduler = Scheduler(
-            lengths, samples, rows, drawn.max_tokens, pages, started_lengths=begun, finished=drawn.already_finished
+            prompt_lengths,
+            samples,
+            max_num_seqs,
+            generation.max_tokens,
+            block_manager,
+            started_lengths=cached_lengths,
+            finished=generation.already_finished,
         )
-        drawn.timeline.capacity = rows
-        self.decoding = (
-            net.decoding(pages.num_blocks, size)
-            if isinstance(net, PackedCpuModel)
-            else DecodeLayout(PagedKVCache(pages.num_blocks, size), lm.device)
+        generation.timeline.capacity = max_num_seqs
+        self.decode_layout = (
+            hidden_model.decode_layout(block_manager.num_blocks, block_size)
+            if isinstance(hidden_model, PackedCpuModel)
+            else DecodeLayout(PagedKVCache(block_manager.num_blocks, block_size), lm.device)
         )
-        self.cache = self.decoding.cache
+        self.cache = self.decode_layout.cache
         self.prompt_hidden: dict[int, Tensor] = {}
         """The last hidden state of each prompt, from which the first tokens of its responses are sampled."""
-        self.last_tokens = {response: int(drawn.tokens[response, before]) for response, before in begun.items()}
+        self.last_tokens = {i: int(generation.tokens[i, length]) for i, length in cached_lengths.items()}
         """The token that each sequence feeds next: the one sampled last, or the last of an observation."""
         self.uncached_tokens: dict[int, list[int]] = {}
         """Tokens before that one that are not in the KV cache yet, of sequences with an observation."""
 
     def __call__(self) -> None:
-        schedule, before, device = self.scheduler, None, self.lm.device
+        scheduler, device = self.scheduler, self.lm.device
+        previous: list[tuple[Sequence, int]] = []
         with packed_attention_enabled(self.lm.model):
             while self.generation.unfinished:
                 self._poll(wait=False)
                 self._start_sequences()
-                schedule.reserve(1)
-                rows = schedule.running
-                self.generation.timeline.record(len(rows))
-                if not rows:
+                scheduler.reserve(1)
+                seqs = scheduler.running
+                self.generation.timeline.record(len(seqs))
+                if not seqs:
                     if self.generation.waits_for_input:
                         self._poll(wait=True)
                     continue
-                now = [
-                    (row, len(row.block_table)) for row in rows
-                ]  # compares objects: a preempted sequence returns as a new one
-                if now != before:
-                    self.decoding.set_sequences(rows, schedule)
-                before = now
-                last = torch.tensor([self.last_tokens[row.seq_id] for row in rows], device=device)
-                positions = self.decoding.begin_step(rows)
-                hidden = self.hidden_model.hidden(last[:, None], positions[:, None], self.decoding)
-                for row in rows:
-                    row.num_tokens += 1
-                self._sample(hidden[:, 0], [row.seq_id for row in rows])
+                # compares objects: a preempted sequence returns as a new one
+                current = [(seq, len(seq.block_table)) for seq in seqs]
+                if current != previous:
+                    self.decode_layout.set_sequences(seqs, scheduler)
+                previous = current
+                input_ids = torch.tensor([self.last_tokens[seq.seq_id] for seq in seqs], device=device)
+                positions = self.decode_layout.begin_step(seqs)
+                hidden = self.hidden_model.hidden(input_ids[:, None], positions[:, None], self.decode_layout)
+                for seq in seqs:
+                    seq.num_tokens += 1
+                self._sample(hidden[:, 0], [seq.seq_id for seq in seqs])
         self.generation.timeline.stop()
 
     def _finish(self, response: int) -> None:
@@ -97,7 +108,7 @@ class PagedRunner:
             self.prompt_hidden.pop(prompt, None)
 
     def _sample(self, hidden: Tensor, responses: list[int]) -> None:
-        """Sample the next token of these sequences. Remove finished ones; suspend those that wait for input."""
+        """Sample a token for each of these sequences. Remove finished ones; suspend those that wait for input."""
         tokens = self.generation.sample(hidden, responses).tolist()
         self.last_tokens |= dict(zip(responses, tokens, strict=True))
         for response in self.generation.finish_turns(responses):
@@ -120,46 +131,46 @@ class PagedRunner:
             self.last_tokens[response] = tokens[-1]
             self.scheduler.resume(response, int(self.generation.lengths[response]) - 1)
         for response, prompt, ids in self.generation.new_requests():
-            self.prompts[prompt], begun = ids, int(self.generation.lengths[response])
-            if begun:
-                self.last_tokens[response] = int(self.generation.tokens[response, begun - 1])
-            self.scheduler.add(response, prompt, len(ids), max(begun - 1, 0))
+            self.prompts[prompt], length = ids, int(self.generation.lengths[response])
+            if length:
+                self.last_tokens[response] = int(self.generation.tokens[response, length - 1])
+            self.scheduler.add(response, prompt, len(ids), max(length - 1, 0))
 
-    def _prefill(self, rows: list[Sequence], tokens: list[list[int]]) -> None:
+    def _prefill(self, seqs: list[Sequence], tokens: list[list[int]]) -> None:
         """Prefill the last tokens of these sequences."""
-        prompts, keys = self.scheduler.prompt_blocks, self.scheduler.prompt_lengths
+        blocks, lengths = self.scheduler.prompt_blocks, self.scheduler.prompt_lengths
         segments = [
             PrefillSegment(
-                row.block_table, len(own), row.num_tokens - len(own), prompts[row.prompt_id], keys[row.prompt_id]
+                seq.block_table, len(new), seq.num_tokens - len(new), blocks[seq.prompt_id], lengths[seq.prompt_id]
             )
-            for row, own in zip(rows, tokens, strict=True)
+            for seq, new in zip(seqs, tokens, strict=True)
         ]
         if segments:
             prefill_segments(self.hidden_model, self.cache, tokens, segments)
 
     def _start_sequences(self) -> None:
         """Schedule sequences while there is room, and sample the first tokens of new ones."""
-        schedule = self.scheduler
+        scheduler = self.scheduler
         while True:
-            there = set(schedule.sequences.values())
-            if not (entering := schedule.schedule()):
+            previous = set(scheduler.sequences.values())
+            if not (scheduled := scheduler.schedule()):
                 return
             self._prefill_prompts()
-            back = [row for row in entering if row.num_tokens]  # they were suspended or preempted
-            given = [self.uncached_tokens.pop(row.seq_id, []) for row in back]
-            for i, row in enumerate(back):
-                if row not in there:  # it was preempted, and its new blocks are empty
-                    given[i] = self.generation.tokens[row.seq_id, : row.num_tokens].tolist()
-            self._prefill(back, given)
-            new = [row.seq_id for row in entering if row.seq_id not in self.last_tokens]
+            resumed = [seq for seq in scheduled if seq.num_tokens]  # suspended or preempted before
+            tokens = [self.uncached_tokens.pop(seq.seq_id, []) for seq in resumed]
+            for i, seq in enumerate(resumed):
+                if seq not in previous:  # it was preempted, and its new blocks are empty
+                    tokens[i] = self.generation.tokens[seq.seq_id, : seq.num_tokens].tolist()
+            self._prefill(resumed, tokens)
+            new = [seq.seq_id for seq in scheduled if seq.seq_id not in self.last_tokens]
             if new:
-                self._sample(torch.stack([self.prompt_hidden[schedule.prompt_of(i)] for i in new]), new)
+                self._sample(torch.stack([self.prompt_hidden[scheduler.prompt_of(i)] for i in new]), new)
 
     def _prefill_prompts(self) -> None:
-        schedule, fresh = self.scheduler, self.scheduler.prompts_to_prefill
-        if not fresh:
+        scheduler, new = self.scheduler, self.scheduler.prompts_to_prefill
+        if not new:
             return
-        segments = [PrefillSegment(schedule.prompt_blocks[p], schedule.prompt_lengths[p]) for p in fresh]
-        hidden = prefill_segments(self.hidden_model, self.cache, [self.prompts[p] for p in fresh], segments)
-        self.prompt_hidden |= dict(zip(fresh, hidden, strict=True))
-        schedule.prompts_to_prefill = []
+        segments = [PrefillSegment(scheduler.prompt_blocks[p], scheduler.prompt_lengths[p]) for p in new]
+        hidden = prefill_segments(self.hidden_model, self.cache, [self.prompts[p] for p in new], segments)
+        self.prompt_hidden |= dict(zip(new, hidden, strict=True))
+        scheduler.prompts_to_prefill = []
