@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ascent.build.assemble import RunParts
-from ascent.build.cpu_threads import free_threads
+from ascent.build.cpu_threads import choose_num_threads
 from ascent.build.launch import assemble_ranks
 from ascent.build.trained_run import Run
 from ascent.core.config import Config
@@ -129,7 +129,7 @@ def prepare_run(config: Config, out: str | Path | None, display: Display, prefli
         report = parts.preflight() if preflight else None
         if report is not None:
             display.show_message(report.text())
-            report.raise_if_refused()
+            report.raise_on_errors()
         parts.resolve_old_logp()
         if given is not None:
             parts.config = replace(parts.config, policy=with_saved_model(config.policy))
@@ -177,7 +177,7 @@ def resolve_machine_settings(config: Config) -> tuple[Config, str]:
     And a note on the threads, if other processes use this machine.
     """
     init = None if config.init is None else str(init_folder(config.init))
-    threads, note = (config.threads, "") if config.threads else free_threads()
+    threads, note = (config.threads, "") if config.threads else choose_num_threads()
     return replace(config, threads=threads, init=init), note
 
 

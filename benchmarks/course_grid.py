@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ascent.oracle.exact import every_response, probability, reward_table
+from ascent.oracle.exact import enumerate_responses, probability, reward_table
 from ascent.runs.confidence_intervals import mean_and_half_width
 from benchmarks.common import COLORS, close, figure, markdown, pair, save_picture, show, write_page
 from benchmarks.many import Lectures, Stack, outcome, train_many
@@ -59,7 +59,7 @@ def ascend(reward: str, seeds: int, updates: tuple[int, ...]) -> list[dict[str, 
     task = Lectures(reward, runs=seeds)
     policy = Stack(task.space, torch.Generator(), tuple(range(seeds)))
     prompt = task.held_out(0).prompt
-    responses, table = every_response(task.space, prompt), reward_table(task, prompt)
+    responses, table = enumerate_responses(task.space, prompt), reward_table(task, prompt)
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-3, fused=True)
     found = []
     for update in range(1, max(updates) + 1):

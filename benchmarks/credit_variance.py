@@ -27,7 +27,7 @@ from ascent.core.critics import OwnCritic
 from ascent.core.values import GAE, TD, KStep, MonteCarlo
 from ascent.models import Transformer
 from ascent.oracle.estimator import estimate
-from ascent.oracle.exact import Table
+from ascent.oracle.exact import ResponseTable
 from ascent.settings import spell
 from ascent.tasks.small.sorting import Sort
 from benchmarks.common import COLORS, close, figure, markdown, save_picture, show, write_page
@@ -44,14 +44,14 @@ def critics() -> tuple[Any, dict[str, Tensor]]:
     policy = Transformer(width=8, layers=1, heads=2)(task.space, torch.Generator().manual_seed(0)).double()
     with torch.no_grad():
         policy.head.weight.mul_(8)
-    exact = Table(policy, torch.tensor(PROMPT), task)
+    exact = ResponseTable(policy, torch.tensor(PROMPT), task)
     so_far = torch.nn.functional.pad(exact.batch.response[0].cumsum(-1), (1, 0)).double()
     V = exact.exact_value
     values = {"exact V": V, "crude V": 0.5 * V + 0.5 * torch.sin(1 + so_far), "V = 0": torch.zeros_like(V)}
     return (policy, task, exact), values
 
 
-def measure(found: Table, credit: Any, gradient: Tensor) -> tuple[float, float]:
+def measure(found: ResponseTable, credit: Any, gradient: Tensor) -> tuple[float, float]:
     """Bias over the gradient's length, and variance over its square, at four samples.
 
     Credit from a critic sees no other sample: its estimate is a mean of independent ones, and one is enumerated.
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
     torch.set_num_threads(1)
     (policy, task, exact), values = critics()
-    tables = {name: Table(policy, torch.tensor(PROMPT), task, value=V) for name, V in values.items()}
+    tables = {name: ResponseTable(policy, torch.tensor(PROMPT), task, value=V) for name, V in values.items()}
     g = exact.gradient
     found = {(spell(credit), "—"): measure(exact, credit, g) for credit in GROUPS}
     for name, table in tables.items():

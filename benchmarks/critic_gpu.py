@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from ascent.build.model_verification import prove
+from ascent.build.model_verification import verify_model
 from ascent.core.algorithms import ALGORITHMS, Algorithm
 from ascent.core.critics import OwnCritic, SharedCritic
 from ascent.core.types import Batch
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     prompts, tokens, repeats = (2, 4, 1) if options.smoke else (PROMPTS, TOKENS, options.repeats)
     with tempfile.TemporaryDirectory() as folder:
         lm = CausalLM(random_model(Path(folder), shape, device), device=device).load()
-    prove(lm, PROMPT_TOKENS + tokens)
+    verify_model(lm, PROMPT_TOKENS + tokens)
     batch, sides = random_batch(lm.vocab_size, prompts, SAMPLES, PROMPT_TOKENS, tokens), {}
     for name, algorithm in SIDES.items():
         sides[name] = measure(lm, algorithm, batch, repeats)

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from ascent.build.model_verification import prove
+from ascent.build.model_verification import verify_model
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.critics import OwnCritic, SharedCritic
 from ascent.core.types import Batch
@@ -48,7 +48,7 @@ def measure(side: str, model: str, tokens: int) -> dict[str, Any]:
     torch.set_num_threads(THREADS)
     algorithm = replace(ALGORITHMS["ppo"], critic=SIDES[side])
     lm = CausalLM(model, dtype="float32", device="cpu").load()
-    prove(lm, PROMPT_TOKENS + tokens)
+    verify_model(lm, PROMPT_TOKENS + tokens)
     critic = LanguageCritic(lm, algorithm.critic.shared)
     outputs, update = algorithm.outputs, algorithm.critic.update
     learner = LanguageLearner(lm, algorithm.update, False, outputs, critic=critic, critic_update=update)

@@ -37,7 +37,7 @@ from urllib.request import urlopen
 
 import torch
 
-from ascent.build.model_verification import prove
+from ascent.build.model_verification import verify_model
 from ascent.core.types import Prompts
 from ascent.environments.chat_session import ChatRenderer, Session
 from ascent.inference.continuous_batching import serve_requests
@@ -206,7 +206,7 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
     lm = model_of(shape, device)
     prompt = prompts_of(sessions, lm.vocab_size, 50, 70)
     limit = tokens + TURNS * OBSERVED
-    prove(lm, 70 + limit)
+    verify_model(lm, 70 + limit)
     sampler = LocalEngine(lm, tokens, 1.0, torch.Generator().manual_seed(0), rows=sessions)
     ids = [row[row >= 0].tolist() for row in prompt]
     mine, theirs = multiprocessing.get_context("spawn").Pipe()
@@ -307,7 +307,7 @@ def tiny(folder: Path) -> Any:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     lm = CausalLM(str(folder), dtype="float32", device="cpu").load()
-    prove(lm, 500)
+    verify_model(lm, 500)
     return lm
 
 

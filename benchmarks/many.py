@@ -27,7 +27,7 @@ from ascent.core.protocols import UpdateResult
 from ascent.core.types import Batch, Prompts, Space
 from ascent.models import PerPosition, Policy
 from ascent.models.small_policies import Sampled
-from ascent.oracle.exact import every_response, probability, reward_table
+from ascent.oracle.exact import enumerate_responses, probability, reward_table
 from ascent.settings import configure
 from ascent.tasks.small.lecture import LECTURE_PROMPTS, Lecture
 from benchmarks.common import NoRecords
@@ -160,7 +160,7 @@ def stack(one: Config, seeds: tuple[int, ...]) -> Config:
 def outcome(policy: Stack, task: Lectures) -> tuple[Tensor, Tensor]:
     """E[R] and the share of exactly sorted greedy answers of each run."""
     prompt = task.held_out(0).prompt
-    expected = (probability(policy, every_response(task.space, prompt)) * reward_table(task, prompt)).sum(-1)
+    expected = (probability(policy, enumerate_responses(task.space, prompt)) * reward_table(task, prompt)).sum(-1)
     greedy = policy.all_logits(prompt).argmax(-1)
     right = (greedy == prompt.sort(-1).values).all(-1)
     return expected.view(task.runs, -1).double().mean(1), right.view(task.runs, -1).double().mean(1)

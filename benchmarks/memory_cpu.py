@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from ascent.build.model_verification import prove
+from ascent.build.model_verification import verify_model
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Batch, Outputs
 from ascent.models import CausalLM, LanguageModel
@@ -83,7 +83,7 @@ def measure(side: str, model: str, tokens: int) -> dict[str, Any]:
     """One update on one side, with the memory of this process before it and at its peak, in bytes."""
     torch.set_num_threads(THREADS)
     lm = CausalLM(model, dtype="float32", device="cpu", checkpointing=True).load()
-    prove(lm, PROMPT_TOKENS + tokens)
+    verify_model(lm, PROMPT_TOKENS + tokens)
     learner = SIDES[side](lm, ALGORITHM.update, False, ALGORITHM.outputs, micro_batch=2**40, checkpointing=True)
     learner.step(batch_of(lm, 1, 2), ALGORITHM.objective, ALGORITHM.update)
     batch, before = batch_of(lm, PROMPTS, tokens), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

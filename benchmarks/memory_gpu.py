@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from ascent.build.model_verification import prove
+from ascent.build.model_verification import verify_model
 from ascent.models import CausalLM
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.memory_cpu import ALGORITHM, SIDES, batch_of
@@ -38,7 +38,7 @@ PROMPTS, TOKENS = 16, 256
 def measure(side: str, model: str, device: str, prompts: int, tokens: int) -> dict[str, Any]:
     """One update on one side: bytes before it and at its peak, seconds, and what it computed."""
     lm = CausalLM(model, device=device, checkpointing=True).load()
-    prove(lm, 1024)
+    verify_model(lm, 1024)
     learner = SIDES[side](lm, ALGORITHM.update, False, ALGORITHM.outputs, micro_batch=2**40, checkpointing=True)
     learner.step(batch_of(lm, 1, 2), ALGORITHM.objective, ALGORITHM.update)
     batch, on_card = batch_of(lm, prompts, tokens), device == "cuda"

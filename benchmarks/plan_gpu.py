@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ascent.build.model_verification import prove
+from ascent.build.model_verification import verify_model
 from ascent.core.types import Prompts
 from ascent.inference.engine import LocalEngine
 from ascent.models import LanguageModel
@@ -139,7 +139,7 @@ def measure(name: str, smoke: bool, lines: list[dict[str, Any]], out: Path | Non
 
     lm = model_of(shape, "cpu" if smoke else "cuda")
     repeats = 1 if smoke or name == "7b" else 2
-    prove(lm, 256)
+    verify_model(lm, 256)
     for job in [Job(2, 2, 8), Job(2, 4, 16, ragged=6)] if smoke else ROLLOUTS[name]:
         note("rollout", job, rollout(lm, job, repeats))
     jobs = [Job(2, 2, 8)] if smoke else UPDATES.get(name, [])

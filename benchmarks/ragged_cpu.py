@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascent.build.model_verification import prove
+from ascent.build.model_verification import verify_model
 from ascent.core.sampling_params import SamplingParams
 from ascent.inference.engine import LocalEngine
 from ascent.inference.generation_state import GenerationState
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
             model, words, least, limit = smollm2(), sums(PROMPTS), LEAST, LIMIT
         lm = CausalLM(model, dtype="float32", device="cpu").load()
     prompts = [lm.encode([{"role": "user", "content": text}]) for text in words]
-    prove(lm, max(map(len, prompts)) + limit)
+    verify_model(lm, max(map(len, prompts)) + limit)
     lm.stop_token_ids = frozenset({-1})  # no response ends before its length
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(least, limit + 1, (PROMPTS * options.samples,), generator=generator)

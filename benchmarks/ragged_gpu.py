@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ascent.build.model_verification import prove
+from ascent.build.model_verification import verify_model
 from ascent.core.sampling_params import SamplingParams
 from ascent.inference.generation_state import GenerationState
 from ascent.inference.runners.cuda_graph import cuda_graph_runner
@@ -121,7 +121,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     lm = model_of(shape, device)
     table = prompts_of(count // SAMPLES, lm.vocab_size, *((5, 9) if smoke else (50, 70)))
     prompts = [row[row >= 0].tolist() for row in table]
-    prove(lm, table.shape[1] + limit)
+    verify_model(lm, table.shape[1] + limit)
     lengths = lengths_of(count, mean, limit)
     decoder, note = cuda_graph_runner(lm)
     assert decoder is not None, note

@@ -34,8 +34,8 @@ from ascent.core.algorithms import Algorithm, SequenceSum
 from ascent.core.loop import train as loop
 from ascent.core.losses import Clipped, LogProb, Ratio, SequenceRatio
 from ascent.models import Policy
-from ascent.oracle.estimator import estimate, over_prompts
-from ascent.oracle.exact import Table
+from ascent.oracle.estimator import estimate, average_over_prompts
+from ascent.oracle.exact import ResponseTable
 from ascent.runs.confidence_intervals import mean_and_half_width
 from ascent.settings import configure
 from ascent.tasks.small.lecture import LECTURE_PROMPTS, Lecture
@@ -95,12 +95,12 @@ class Stopped(Memory):
 
 def compare(old: Policy, now: Policy, clip: float) -> dict[str, float]:
     """Bias and cosine of every loss's expected update for one pair; effective sample size; KL(old ‖ now)."""
-    tables = [Table(now, torch.tensor(prompt), Lecture(), old=old) for prompt in LECTURE_PROMPTS]
+    tables = [ResponseTable(now, torch.tensor(prompt), Lecture(), old=old) for prompt in LECTURE_PROMPTS]
     gradient = torch.stack([table.gradient for table in tables]).mean(0)
     found = {}
     for name, loss in surrogates(clip).items():
         algorithm = Algorithm(LeaveOneOut(), loss, SequenceSum())
-        whole = over_prompts([estimate(table, algorithm, SAMPLES) for table in tables])
+        whole = average_over_prompts([estimate(table, algorithm, SAMPLES) for table in tables])
         found[f"{name} bias"], found[f"{name} cosine"] = whole.bias(gradient), whole.cosine(gradient)
     sizes, kls = [], []
     for table in tables:

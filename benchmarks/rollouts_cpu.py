@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from ascent.build.model_verification import prove
+from ascent.build.model_verification import verify_model
 from ascent.core.types import Prompts
 from ascent.inference.engine import LocalEngine
 from ascent.models import CausalLM
@@ -45,7 +45,7 @@ class Ours:
         self.ids = [lm.encode([{"role": "user", "content": text}]) for text in words]
         width = max(map(len, self.ids))
         self.prompt = torch.tensor([ids + [-1] * (width - len(ids)) for ids in self.ids])
-        prove(lm, width + tokens)
+        verify_model(lm, width + tokens)
         lm.stop_token_ids = frozenset({-1})  # no response ends before the limit
         self.sampler = LocalEngine(lm, tokens, 1.0, torch.Generator().manual_seed(0))
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ascent.build.model_verification import prove
+from ascent.build.model_verification import verify_model
 from ascent.core.types import Prompts, Rollouts
 from ascent.inference.engine import LocalEngine
 from ascent.inference.runners.cuda_graph import cuda_graph_runner
@@ -138,7 +138,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     samples = 2 if options.smoke else shape["samples"]
     lm = model_of(shape, device)
     prompt = prompts_of(count, lm.vocab_size, *lengths)
-    prove(lm, prompt.shape[1] + tokens)
+    verify_model(lm, prompt.shape[1] + tokens)
     sampler = LocalEngine(lm, tokens, 1.0, torch.Generator().manual_seed(0))
     decoder, note = cuda_graph_runner(lm)
     assert decoder is not None, note

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from ascent.build.model_verification import prove
+from ascent.build.model_verification import verify_model
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Batch
 from ascent.models import CausalLM, LanguageModel
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     device, shape = ("cpu", SMOKE) if options.smoke else ("cuda", GPU_SHAPES["135m"])
     with tempfile.TemporaryDirectory() as folder:
         lm = CausalLM(random_model(Path(folder), shape, device), device=device).load()
-    prove(lm, 256)
+    verify_model(lm, 256)
     works = {"2 x 2 x 4": (2, 2, 4)} if options.smoke else WORK
     repeats, found = 1 if options.smoke else options.repeats, {}
     for name, (prompts, samples, tokens) in works.items():

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ascent.build.model_verification import prove
+from ascent.build.model_verification import verify_model
 from ascent.core.types import Prompts
 from ascent.inference.engine import LocalEngine
 from ascent.inference.runners import cuda_graph, decode_loop
@@ -84,7 +84,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     lm = model_of(shape, device)
     prompts = Prompts.of(prompts_of(count, lm.vocab_size, 50, 70))
     tokens = turns * drawn + (turns - 1) * observed
-    prove(lm, prompts.prompt.shape[1] + tokens + 1)
+    verify_model(lm, prompts.prompt.shape[1] + tokens + 1)
     generator = torch.Generator().manual_seed(0)
     sampler = LocalEngine(lm, tokens + 1, 1.0, generator)  # one more, so that the last turn is answered too
     if smoke:

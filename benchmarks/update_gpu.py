@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ascent.build.model_verification import prove
+from ascent.build.model_verification import verify_model
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Batch
 from ascent.models import CausalLM, LanguageModel
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     lengths, loss_tokens = ((8, 32), 512) if options.smoke else (LENGTHS, LOSS_TOKENS)
     with tempfile.TemporaryDirectory() as folder:
         lm = CausalLM(random_model(Path(folder), shape, device), device=device).load()
-    prove(lm, 256)
+    verify_model(lm, 256)
     learner = LanguageLearner(lm, ALGORITHM.update, False, ALGORITHM.outputs, micro_batch=300 if options.smoke else 0)
     speeds = [speed(learner, tokens, loss_tokens, options.repeats) for tokens in lengths]
     edges = edge(learner, lengths[-1])

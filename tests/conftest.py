@@ -90,16 +90,16 @@ def proven_once() -> Iterator[None]:
 
     known: dict[Any, tuple[str | None, bool]] = {}
 
-    def prove(lm: Any, *args: Any, **more: Any) -> str | None:
+    def verify_model(lm: Any, *args: Any, **more: Any) -> str | None:
         shapes = [(name, p.shape, p.dtype) for name, p in lm.model.named_parameters()]
         key = repr((type(lm.model), lm.config, shapes, args, more))
         if key not in known:
-            known[key] = model_verification.prove(lm, *args, **more), lm.can_share_prompts
+            known[key] = model_verification.verify_model(lm, *args, **more), lm.can_share_prompts
         why, lm.can_share_prompts = known[key]
         return why
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(language_backend, "prove", prove)
+        patch.setattr(language_backend, "verify_model", verify_model)
         yield
 
 

@@ -32,7 +32,7 @@ from ascent.core.values import GAE, TD, KStep, MonteCarlo, Valued, VTrace
 from ascent.core.weights import WEIGHTS, SequenceSum, TokenMean
 from ascent.models import PerPosition, Policy, Transformer
 from ascent.oracle.estimator import enumerate_groups, estimate
-from ascent.oracle.exact import Table
+from ascent.oracle.exact import ResponseTable
 from ascent.settings import spell
 from ascent.tasks.base import SmallTask
 from ascent.tasks.small import sorting
@@ -116,14 +116,14 @@ def prompt_of(space: Space) -> Tensor:
 
 
 @cache
-def table(space: Space, reward: Callable[[Rollouts, Space], Tensor] = positions, stale: bool = False) -> Table:
+def table(space: Space, reward: Callable[[Rollouts, Space], Tensor] = positions, stale: bool = False) -> ResponseTable:
     """Every response; stale: drawn by a policy that is a little way off, with the reference further off.
 
     Nobody changes it, and its gradients take long: there is one of each.
     """
     policy = policy_of(space)
     old = moved(policy, 1.0, 0.1 if space.end is None else 0.25) if stale else None
-    return Table(policy, prompt_of(space), Tiny(space, reward), old=old, reference=moved(policy, 2.0, 0.2))
+    return ResponseTable(policy, prompt_of(space), Tiny(space, reward), old=old, reference=moved(policy, 2.0, 0.2))
 
 
 def credits() -> list:
@@ -167,10 +167,12 @@ def corrected() -> dict[str, Algorithm]:
 
 
 @cache
-def sampled_elsewhere() -> Table:
+def sampled_elsewhere() -> ResponseTable:
     """Every response of short ragged ones, drawn by another policy than the one that is trained, which is `old`."""
     policy = policy_of(SHORT)
-    return Table(policy, prompt_of(SHORT), Tiny(SHORT, positions), old=policy, sampler=moved(policy, 1.0, 0.3))
+    return ResponseTable(
+        policy, prompt_of(SHORT), Tiny(SHORT, positions), old=policy, behavior_policy=moved(policy, 1.0, 0.3)
+    )
 
 
 WORLDS = {

@@ -57,12 +57,12 @@ class RunParts:
     def resolve_old_logp(self) -> None:
         """Decide whose log-probs logp_old is. From here on the config says it, and the notes why."""
         config = self.config
-        if self.scored_evaluation is None or not old_logp.can_matter(config, self.backend.dtype(self.policy)):
+        if self.scored_evaluation is None or not old_logp.needs_measurement(config, self.backend.dtype(self.policy)):
             self.config = replace(config, old_logp="sampler" if config.old_logp == "auto" else config.old_logp)
             return
         draws, prompts = (torch.Generator().manual_seed(config.seed + own) for own in (5_000_011, 6_000_011))
         engine = self.backend.rollout_engine(config, self.policy, draws)
-        drawn = self.task.draw(min(old_logp.PROMPTS, config.prompts), prompts)
+        drawn = self.task.draw(min(old_logp.MAX_PROMPTS, config.prompts), prompts)
         self.config, why = old_logp.resolve(config, old_logp.measure_gap(config, self.learner, engine, drawn))
         self.notes += why
 
@@ -98,9 +98,9 @@ def assemble(
         scored_evaluation = bound, backend.rollout_engine(config, model, streams.sampling)
         notes += (scored_evaluation[1].note,) if scored_evaluation[1].note else ()
         if ranks.rank == 0:  # where rewards are computed
-            backend.score_early(*scored_evaluation)
+            backend.enable_early_scoring(*scored_evaluation)
             if config.data == "samples":
-                backend.train_early(config, scored_evaluation[1], learner)
+                backend.enable_early_training(config, scored_evaluation[1], learner)
     task, engine = (
         scored_evaluation
         if scored_evaluation and config.data == "samples"

@@ -111,14 +111,14 @@ class PreflightReport:
 
     lines: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    refusals: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
 
     def text(self) -> str:
         return "\n".join([*self.lines, *(f"warning    {w}" for w in self.warnings)])
 
-    def raise_if_refused(self) -> None:
-        if self.refusals:
-            raise ConfigError(" ".join(self.refusals) + " (--no-preflight continues all the same)")
+    def raise_on_errors(self) -> None:
+        if self.errors:
+            raise ConfigError(" ".join(self.errors) + " (--no-preflight continues all the same)")
 
 
 class Backend(ABC):
@@ -128,7 +128,7 @@ class Backend(ABC):
     """A policy choice names its backend by this (its class attribute `backend`; without one, `small`)."""
     task_kind: ClassVar[str]
     """The kind of task that its policies read (a task's class attribute `kind`)."""
-    words: ClassVar[bool] = False
+    uses_text: ClassVar[bool] = False
     """Are prompts and responses words? Only then can a judge read them; but a prompt is then of any length, and a
     typed one has no answer to score a response by."""
     packages: ClassVar[tuple[str, ...]] = ()
@@ -174,7 +174,7 @@ class Backend(ABC):
         """The config of a new run with what its model was chosen to be."""
         return config
 
-    def comparable(self, configs: Mapping[str, Config]) -> Mapping[str, Config]:
+    def align_precision(self, configs: Mapping[str, Config]) -> Mapping[str, Config]:
         """Settings that are compared, without what they would choose differently though nobody asked for it."""
         return configs
 
@@ -191,10 +191,10 @@ class Backend(ABC):
     def set_log_folder(self, engine: RolloutEngine, folder: Path) -> None:  # noqa: B027 (most samplers start nothing)
         """Tell a sampler that starts processes where their logs go: into the run's folder."""
 
-    def score_early(self, task: Any, engine: Any) -> None:  # noqa: B027 (small policies are drawn whole)
+    def enable_early_scoring(self, task: Any, engine: Any) -> None:  # noqa: B027 (small policies are drawn whole)
         """Let a sampler hand responses over to the task's scoring while it draws others, where it can."""
 
-    def train_early(self, config: Config, engine: Any, learner: Any) -> None:  # noqa: B027 (most learners wait)
+    def enable_early_training(self, config: Config, engine: Any, learner: Any) -> None:  # noqa: B027 (most learners wait)
         """Let a learner begin with a step's rollouts before they are scored, where it can."""
 
     def dtype(self, model: Any) -> torch.dtype:

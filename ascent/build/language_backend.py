@@ -18,14 +18,14 @@ from ascent.build.backend import (
     PreflightReport,
 )
 from ascent.build.language_reward_model import HEAD, LanguageProcessReward, LanguageRewardModel, add_head
-from ascent.build.model_verification import prove
-from ascent.build.precision import precision_of, why_not_float16
+from ascent.build.model_verification import verify_model
+from ascent.build.precision import choose_precision, float16_obstacle
 from ascent.build.preflight import (
-    arithmetic,
+    describe_batch_sizes,
     report_memory,
     report_reward,
     report_sample,
-    report_seconds,
+    report_step_time,
     report_update,
 )
 from ascent.core.config import Config
@@ -56,9 +56,9 @@ from ascent.training.fsdp import ShardedLearner
 from ascent.training.language_learner import LanguageCritic, LanguageLearner, load_params
 from ascent.training.micro_batches import ACTIVATION_FRACTION, COMPACT_THRESHOLD, state_bytes, static_bytes
 
-LEARNED = {"rewards": LanguageRewardModel, "steps": LanguageProcessReward}
+REWARD_MODELS = {"rewards": LanguageRewardModel, "steps": LanguageProcessReward}
 """What a loss trains, where that is not a policy."""
-COMMANDS = {
+OFFLINE_COMMANDS = {
     "pairs": "--algorithm dpo or reward-model, as in `ascent dpo FILE`",
     "steps": "--algorithm process-reward, as in `ascent process-reward FILE`",
 }
@@ -68,7 +68,7 @@ COMMANDS = {
 class LanguageBackend(Backend):
     name = "language"
     task_kind = "text"
-    words = True
+    uses_text = True
     packages = ("transformers", "peft")
     seeds_responses = True
 
@@ -83,7 +83,7 @@ class LanguageBackend(Backend):
             )
         if config.policy.engine != "local":
             check_engine(config)
-        if config.ranks.shard == "shard" and (why := never_in_shards(config)) is not None:
+        if config.ranks.shard == "shard" and (why := sharding_obstacle(config)) is not None:
             raise ConfigError(f"--ranks.shard shard with {why}. Set replicate, or leave it out")
         if config.policy.optimizer_state == "bfloat16" and not isinstance(config.algorithm.update, Adam):
             raise ConfigError(
@@ -107,11 +107,11 @@ class LanguageBackend(Backend):
                 "demonstrations were not sampled by the policy: there is one response per prompt, and no ratio to an "
                 "old policy. Set --algorithm sft, which is what `ascent sft` does"
             )
-        if offline != data and (offline in COMMANDS or data in COMMANDS):
-            needed = data if data in COMMANDS else offline
+        if offline != data and (offline in OFFLINE_COMMANDS or data in OFFLINE_COMMANDS):
+            needed = data if data in OFFLINE_COMMANDS else offline
             raise ConfigError(
                 f"--loss {name_of(config.algorithm.loss)} with the task {name_of(config.task)}: the loss learns from "
-                f"{data}, and the task has {offline}. For {needed} there is {COMMANDS[needed]}"
+                f"{data}, and the task has {offline}. For {needed} there is {OFFLINE_COMMANDS[needed]}"
             )
 
     def check_ranks(self, config: Config, size: int) -> None:
@@ -136,18 +136,18 @@ class LanguageBackend(Backend):
         self, config: Config, streams: Streams, start: InitialParams | None, fresh: bool = False
     ) -> tuple[LanguageModel, tuple[str, ...]]:
         """A reward head is added after the start from a policy, and before the start from another reward model."""
-        lm, why = _loaded(config, fresh)
+        lm, why = _load_new_or_resumed(config, fresh)
         trained = lm.device.type == "cuda" or (lm.model.dtype == torch.float32 and not is_torchrun_process())
-        notes = why + _check_sharing(lm, config, fused=trained and not config.algorithm.update.full_batch)
+        notes = why + _verify_policy(lm, config, fused=trained and not config.algorithm.update.full_batch)
         trains, rated = config.algorithm.loss.trains, start is not None and f"{HEAD}.weight" in start.params
-        if trains in LEARNED and rated:
+        if trains in REWARD_MODELS and rated:
             add_head(lm, trains == "steps")
         if start is not None:
             try:
                 load_params(lm.trained(), start.params)
             except ConfigError as error:
                 raise ConfigError(f"--init {start.source}: {error}") from None
-        if trains in LEARNED and not rated:
+        if trains in REWARD_MODELS and not rated:
             add_head(lm, trains == "steps")
         return lm, notes
 
@@ -158,9 +158,9 @@ class LanguageBackend(Backend):
         chosen: Any = "mixed" if is_mixed_precision(model.model) else str(model.model.dtype).removeprefix("torch.")
         return replace(config, policy=replace(config.policy, dtype=chosen))
 
-    def comparable(self, configs: Mapping[str, Config]) -> Mapping[str, Config]:
+    def align_precision(self, configs: Mapping[str, Config]) -> Mapping[str, Config]:
         """If some would be in float16 and others in bfloat16, all are in bfloat16."""
-        narrow = {name for name, config in configs.items() if why_not_float16(config) is None}
+        narrow = {name for name, config in configs.items() if float16_obstacle(config) is None}
         if len(narrow) in (0, len(configs)):
             return configs
         plain = {name: replace(configs[name].policy, dtype="bfloat16") for name in narrow}
@@ -170,18 +170,18 @@ class LanguageBackend(Backend):
         algorithm, memory = config.algorithm, (config.micro_batch, config.policy.checkpointing)
         choice, kept, outputs = algorithm.critic, algorithm.reference.enabled, algorithm.outputs
         learner: LanguageLearner
-        if in_shards(config, model, ranks):
+        if shards_state(config, model, ranks):
             learner = ShardedLearner(
                 model, algorithm.update, kept, outputs, *memory, ranks, choice, config.ranks.gather * 2**30
             )
         else:
             critic = LanguageCritic(model, choice.shared) if choice.enabled else None
-            rounding = config.seed if in_bfloat16(config, model, critic, ranks) else None
+            rounding = config.seed if uses_bfloat16_state(config, model, critic, ranks) else None
             learner = LanguageLearner(model, algorithm.update, kept, outputs, *memory, critic, choice.update, rounding)
             learner.ranks = ranks
         if algorithm.loss.trains != "policy":
             learner.train_reward(
-                partial(LEARNED[algorithm.loss.trains].read, learner.lm, forward=learner.forward_module)
+                partial(REWARD_MODELS[algorithm.loss.trains].read, learner.lm, forward=learner.forward_module)
             )
         return learner
 
@@ -207,11 +207,11 @@ class LanguageBackend(Backend):
     def timeline(self, engine: Any) -> OccupancyTimeline:
         return engine.timeline
 
-    def score_early(self, task: Any, engine: Any) -> None:
+    def enable_early_scoring(self, task: Any, engine: Any) -> None:
         if isinstance(engine, LocalEngine) and isinstance(task, TokenizedTask):
             engine.score_early = task.score_early
 
-    def train_early(self, config: Config, engine: Any, learner: Any) -> None:
+    def enable_early_training(self, config: Config, engine: Any, learner: Any) -> None:
         """Only where an update takes all that was drawn: what is left out or cut is known after the rewards."""
         whole = config.minibatches == 1 and isinstance(config.algorithm.groups, All)
         if whole and isinstance(engine, LocalEngine) and isinstance(learner, LanguageLearner):
@@ -239,13 +239,13 @@ class LanguageBackend(Backend):
         self, config: Config, model: Any, task: Any, learner: Any, engine: RolloutEngine | None, notes: Sequence[str]
     ) -> PreflightReport:
         """Batch sizes, memory, the reward and a first sample. Random streams are left as they are."""
-        report, limits = PreflightReport(arithmetic(config)), config.task
-        room, need = _positions(model), limits.max_prompt + limits.max_response_tokens
+        report, limits = PreflightReport(describe_batch_sizes(config)), config.task
+        room, need = _max_positions(model), limits.max_prompt + limits.max_response_tokens
         if room is not None and need > room:
             what = f"--max-prompt {limits.max_prompt} and --max-tokens {limits.max_tokens} make {need} positions"
             if limits.has_environment:
                 what = f"a conversation may have {need} tokens (--max-context)"
-            report.refusals.append(f"{what}, and the model has {room}: lower one of them.")
+            report.errors.append(f"{what}, and the model has {room}: lower one of them.")
         here = engine if config.policy.engine == "local" else None
         report_memory(config, learner, 0 if here is None else here.rows, report)
         report_update(config, learner, report)
@@ -256,18 +256,18 @@ class LanguageBackend(Backend):
         if config.policy.engine != "local":
             where = " ".join(config.policy.engine_url) or f"started from {config.policy.engine_python}"
             report.lines.append(f"engine     {config.policy.engine}, {where}: probed after each load of weights")
-        elif config.data == "samples" and not report.refusals:
+        elif config.data == "samples" and not report.errors:
             probe = self.rollout_engine(config, model, torch.Generator().manual_seed(config.seed + 4_000_037))
             sample = report_sample(config, task, probe, report)
             if not config.task.agent:  # how long agents take, short trials of the model do not say
-                report_seconds(config, learner, task, probe, sample, report)
+                report_step_time(config, learner, task, probe, sample, report)
         if config.task.uses_sandbox:
             report.lines.append(f"sandbox    {check_isolation(config.task.sandbox_settings).describe()}")
         report.lines += [f"data       {line}" for line in task.data_notes()]
         return report
 
     def policy(self, config: Config, params: Params | None) -> LanguageModel:
-        return _filled(_in_float32_on_cpu(config.policy), config.seed, params)
+        return _load_with_params(_in_float32_on_cpu(config.policy), config.seed, params)
 
     def learned_reward(self, config: Config, params: Params, device: str | None, batch: int) -> LearnedReward:
         if device is not None:
@@ -276,8 +276,8 @@ class LanguageBackend(Backend):
         lm = add_head(_in_float32_on_cpu(config.policy).load(config.seed), trains == "steps")
         load_params(lm.trained(), params)
         lm.model.requires_grad_(False)
-        _check_sharing(lm, config)
-        return LEARNED[trains](lm, config, batch)
+        _verify_policy(lm, config)
+        return REWARD_MODELS[trains](lm, config, batch)
 
     def reward_sources(self, task: Any) -> list[str]:
         return list(dict.fromkeys(entry.source for entry in task.rewards if entry.kind not in ("own", *FUNCTION_KINDS)))
@@ -287,7 +287,7 @@ class LanguageBackend(Backend):
 
     def export(self, config: Config, run: Path, params: Params, folder: Path) -> None:
         """An ordinary Hugging Face folder, in the precision in which the model was trained."""
-        _filled(replace(config.policy, device="cpu"), config.seed, params).save(folder)
+        _load_with_params(replace(config.policy, device="cpu"), config.seed, params).save(folder)
 
     def with_settings(self, config: Config, changes: dict[str, Any]) -> Config:
         def among(names: tuple[str, ...]) -> dict[str, Any]:
@@ -301,7 +301,7 @@ class LanguageBackend(Backend):
         self, config: Config, policy: LanguageModel, prompts: Prompts, seed: int, version: int
     ) -> LocalEngine:
         limit, width = config.task.max_response_tokens, prompts.prompt.shape[1]
-        room = _positions(policy) or width + limit
+        room = _max_positions(policy) or width + limit
         if width + limit > room:
             raise ConfigError(
                 f"--max-tokens {limit} with a prompt of {width} tokens: the model has {room} positions; "
@@ -309,20 +309,20 @@ class LanguageBackend(Backend):
                 if width < room
                 else f"the prompt has {width} tokens, and the model {room} positions: shorten it"
             )
-        prove(policy, width + limit, config.policy.share_prompts)
+        verify_model(policy, width + limit, config.policy.share_prompts)
         engine = self.local_engine(config, policy, torch.Generator().manual_seed(seed))
         engine.load({}, version)
         return engine
 
     def serving_engine(self, config: Config, policy: LanguageModel, context: int, version: int) -> Any:
-        room = _positions(policy) or context
+        room = _max_positions(policy) or context
         if not 2 <= context <= room:
             raise ConfigError(f"--max-context {context}: the model has {room} positions, and a turn takes two or more")
         if config.policy.engine != "local":
             check_temperature(config)
             served = RemoteEngine(config.policy, policy, context, context, config.temperature, torch.Generator())
             return served
-        prove(policy, context, config.policy.share_prompts)
+        verify_model(policy, context, config.policy.share_prompts)
         support = SamplingParams(config.top_k, config.top_p, config.min_p)
         how = (config.temperature, torch.Generator(), support, config.policy.rows)
         engine = LocalEngine(policy, context, *how)
@@ -360,11 +360,11 @@ class LanguageBackend(Backend):
         return f"preferences:{pairs.resolve()}", {"preset": "reward-model", **limits}
 
 
-def _check_sharing(lm: LanguageModel, config: Config, fused: bool = False) -> tuple[str, ...]:
+def _verify_policy(lm: LanguageModel, config: Config, fused: bool = False) -> tuple[str, ...]:
     """Prove the forward passes; say it where prompts cannot be shared though they were asked to be."""
     longest, share = config.task.max_prompt + config.task.max_response_tokens, config.policy.share_prompts
     sampled = config.algorithm.loss.trains == "policy" and config.task.data == "samples"
-    why = prove(lm, longest, share, sampled, fused)
+    why = verify_model(lm, longest, share, sampled, fused)
     if why is None or not share:
         return ()
     return (
@@ -372,7 +372,7 @@ def _check_sharing(lm: LanguageModel, config: Config, fused: bool = False) -> tu
     )
 
 
-def _positions(lm: LanguageModel) -> int | None:
+def _max_positions(lm: LanguageModel) -> int | None:
     """The most tokens that the model can read, where its config says it."""
     return getattr(lm.config, "max_position_embeddings", None)
 
@@ -408,7 +408,7 @@ def _in_float32_on_cpu(policy: Any) -> Any:
     return replace(policy, optimizer_state="auto", dtype="float32")
 
 
-def _filled(policy: Any, seed: int, params: Params | None) -> LanguageModel:
+def _load_with_params(policy: Any, seed: int, params: Params | None) -> LanguageModel:
     """The model of a policy with these parameters, or with its first ones."""
     lm = policy.load(seed)
     if params is not None:
@@ -416,13 +416,13 @@ def _filled(policy: Any, seed: int, params: Params | None) -> LanguageModel:
     return lm
 
 
-def _loaded(config: Config, fresh: bool) -> tuple[LanguageModel, tuple[str, ...]]:
+def _load_new_or_resumed(config: Config, fresh: bool) -> tuple[LanguageModel, tuple[str, ...]]:
     """The model in its precision, and a note where a new run would have taken float16 if the model had allowed it."""
     policy = config.policy
-    if not fresh or why_not_float16(config) is not None:
+    if not fresh or float16_obstacle(config) is not None:
         return policy.load(config.seed, keep_full_precision=True), ()
     lm = replace(policy, dtype="float16").load(config.seed, keep_full_precision=True)
-    dtype, why = precision_of(config, lm)
+    dtype, why = choose_precision(config, lm)
     if why is None:
         return lm, ()
     del lm
@@ -431,7 +431,7 @@ def _loaded(config: Config, fresh: bool) -> tuple[LanguageModel, tuple[str, ...]
     )
 
 
-def never_in_shards(config: Config) -> str | None:
+def sharding_obstacle(config: Config) -> str | None:
     """Why a run cannot be trained in shards, where it cannot."""
     update = config.algorithm.update
     if update.full_batch:
@@ -443,18 +443,18 @@ def never_in_shards(config: Config) -> str | None:
     return None
 
 
-def in_shards(config: Config, lm: LanguageModel, ranks: Ranks) -> bool:
+def shards_state(config: Config, lm: LanguageModel, ranks: Ranks) -> bool:
     """Is the trained state spread over the ranks? By itself only where a GPU could not hold all of it."""
     if ranks is SINGLE_PROCESS or config.ranks.shard == "replicate":
         return False
     if config.ranks.shard == "shard":
         return True
-    if ranks.world_size == 1 or lm.device.type != "cuda" or never_in_shards(config) is not None:
+    if ranks.world_size == 1 or lm.device.type != "cuda" or sharding_obstacle(config) is not None:
         return False
     return state_bytes(lm) > ACTIVATION_FRACTION * lm.gpu_memory
 
 
-def in_bfloat16(config: Config, lm: LanguageModel, critic: Any, ranks: Ranks) -> bool:
+def uses_bfloat16_state(config: Config, lm: LanguageModel, critic: Any, ranks: Ranks) -> bool:
     """Are gradients and moments in bfloat16? By itself only where float32 would leave a GPU nothing to work with."""
     asked, adam = config.policy.optimizer_state, isinstance(config.algorithm.update, Adam)
     able = adam and ranks.world_size == 1 and any(p.dtype == torch.bfloat16 for p in lm.trained().values())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ascent.build.backend import LearnedReward
-from ascent.build.model_verification import prove
+from ascent.build.model_verification import verify_model
 from ascent.core.config import Config
 from ascent.core.types import Rollouts
 from ascent.models.causal_lm import LanguageModel
@@ -76,7 +76,7 @@ class LanguageRewardModel(LearnedReward):
     def __init__(self, lm: LanguageModel, config: Config, batch: int):
         self.model, self.config, self.batch = lm, config, batch
         self.limit: int = config.task.max_tokens
-        self.proven: int = config.task.max_prompt + config.task.max_tokens
+        self.verified_length: int = config.task.max_prompt + config.task.max_tokens
         """The longest text that its forward pass was proven for."""
 
     @torch.no_grad()
@@ -100,9 +100,9 @@ class LanguageRewardModel(LearnedReward):
         """Nobody sampled these responses, so there are no log-probs."""
         prompts = [self.model.encode(chat) for chat in chats]
         longest, width = max(map(len, prompts)), max(map(len, responses))
-        if longest + width > self.proven:  # another task may have longer prompts than its own training
-            self.proven = longest + width
-            prove(self.model, self.proven, self.model.can_share_prompts, sampled=False)
+        if longest + width > self.verified_length:  # another task may have longer prompts than its own training
+            self.verified_length = longest + width
+            verify_model(self.model, self.verified_length, self.model.can_share_prompts, sampled=False)
         mask = torch.arange(width) < torch.tensor([[len(ids)] for ids in responses]).unsqueeze(-1)
         return Rollouts(
             prompt=torch.tensor([ids + [-1] * (longest - len(ids)) for ids in prompts]),

@@ -25,10 +25,10 @@ def assemble_ranks(config: Config, groups: Collection[str] = (), kept: Path | No
     if not isinstance(ranks, RankGroup):
         return join_cluster(assemble(config, groups, kept))
     with ranks.failing_together():
-        said, groups, kept = ranks.broadcast((launch_settings(config), list(groups), kept))
-        refuse_other(said, launch_settings(config), ranks.rank)
+        first, groups, kept = ranks.broadcast((launch_settings(config), list(groups), kept))
+        check_same_settings(first, launch_settings(config), ranks.rank)
         parts = assemble(config, groups, kept, ranks)
-        check_same(parts.policy, ranks)
+        check_same_parameters(parts.policy, ranks)
         wrap_for_ranks(parts, ranks)
     if ranks.rank == 0:
         return join_cluster(parts)
@@ -48,7 +48,7 @@ def launch_settings(config: Config) -> dict[str, Any]:
     return {name: value for name, value in own.items() if name != "threads"}
 
 
-def refuse_other(first: dict[str, Any], own: dict[str, Any], rank: int) -> None:
+def check_same_settings(first: dict[str, Any], own: dict[str, Any], rank: int) -> None:
     odd = next((name for name in first if first[name] != own.get(name)), None)
     if odd is not None:
         raise ConfigError(
@@ -57,7 +57,7 @@ def refuse_other(first: dict[str, Any], own: dict[str, Any], rank: int) -> None:
         )
 
 
-def check_same(model: Any, ranks: RankGroup) -> None:
+def check_same_parameters(model: Any, ranks: RankGroup) -> None:
     """Refuse to start from other parameters than rank 0: they would never agree again."""
     own = {name: float(p.detach().sum(dtype=torch.float64)) for name, p in model.named_parameters()}
     for rank, other in enumerate(ranks.gather(own)):

@@ -27,15 +27,15 @@ from ascent.training.packing import hidden_states, targets
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 """How far two log-probs of one token may be apart by rounding alone; in half precision, on average over tokens."""
-EXCESS = 2.0
+MAX_ERROR_RATIO = 2.0
 """In half precision, how many times farther from float32 log-probs may be than those of the model's own forward."""
-HALF = (torch.bfloat16, torch.float16)
-TOKENS = 5
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+PROBE_TOKENS = 5
 """Of the longest response of a probe."""
 
 
 @torch.no_grad()
-def prove(
+def verify_model(
     lm: LanguageModel, longest: int = 0, share: bool = True, sampled: bool = True, fused: bool = False
 ) -> str | None:
     """Set `lm.can_share_prompts`; None where a group can share its prompt (if `share` asks for it), else why not.
@@ -46,23 +46,23 @@ def prove(
     largest of these, so it costs no more than the run's own texts. A model is refused if its log-prob of a token
     depends on later tokens or on the texts beside it, or if even the plain passes do not give its log-probs.
     """
-    _refuse_rotary(lm, longest)
+    _check_rotary(lm, longest)
     windows = [size for size in attention_windows(lm) if size < longest]
-    batch, dtype, head = _probe(lm, longest, windows), next(lm.model.parameters()).dtype, LMHead.of(lm.model)
+    batch, dtype, head = _make_probe(lm, longest, windows), next(lm.model.parameters()).dtype, LMHead.of(lm.model)
     action = targets(batch, lm.device)[:, None]
-    own, early = (torch.log_softmax(logits, -1) for logits in _own_logits(lm, batch))
-    exact = _float32_log_probs(lm, batch) if dtype in HALF else None
+    own, early = (torch.log_softmax(logits, -1) for logits in _reference_logits(lm, batch))
+    exact = _float32_logprobs(lm, batch) if dtype in HALF_DTYPES else None
 
     def gap(logits: Tensor) -> float:
         found = torch.log_softmax(logits, -1)
-        apart = _apart(found.gather(-1, action), own.gather(-1, action), dtype)
-        return apart if exact is None else max(apart, _excess(found, own, exact))
+        apart = _relative_gap(found.gather(-1, action), own.gather(-1, action), dtype)
+        return apart if exact is None else max(apart, _relative_error(found, own, exact))
 
     def learned() -> float:
         return gap(head.logits(hidden_states(lm, batch)))
 
     def decoded(decoder: Callable[..., Any]) -> float:
-        forced = Forced(batch, head)
+        forced = ForcedGeneration(batch, head)
         prompts = [row[row >= 0].tolist() for row in batch.prompt]
         decoder(lm, prompts, batch.mask.shape[1], 3, forced)()
         return gap(torch.stack([forced.logits[place] for place in sorted(forced.logits)]))
@@ -80,37 +80,37 @@ def prove(
         return None if shared < 1 else f"log-probs would be {shared:.2g} times as far off as rounding explains"
 
     kind = type(lm.model).__name__
-    if not _apart(own[0], early[0], dtype) < 1:
+    if not _relative_gap(own[0], early[0], dtype) < 1:
         raise ConfigError(f"{kind}: the log-prob of a token depends on the tokens behind it, so it cannot be sampled")
     lm.can_share_prompts = False
     if fused:
-        _fuse_alike(lm, learned)
-    _insist(learned, f"{kind}: Ascent cannot train it: its logits are not its head times its hidden states")
+        _try_fusing(lm, learned)
+    _require_equal(learned, f"{kind}: Ascent cannot train it: its logits are not its head times its hidden states")
     lm.can_share_prompts = True
     why = why_not() if share else "nobody asked for it"
     lm.can_share_prompts = why is None
     if sampled and not lm.can_share_prompts:
         fault = f"{kind}: Ascent cannot sample from it: decoding with a cache does not give its log-probs"
-        _insist(lambda: decoded(EagerRunner), fault)
+        _require_equal(lambda: decoded(EagerRunner), fault)
     return why
 
 
-def _apart(a: Tensor, b: Tensor, dtype: torch.dtype) -> float:
+def _relative_gap(a: Tensor, b: Tensor, dtype: torch.dtype) -> float:
     """How far log-probs of the same tokens are apart; 1 is what rounding explains."""
     off = (a - b).abs()
-    return float(off.mean() if dtype in HALF else off.max()) / TOLERANCE.get(dtype, 2e-3)
+    return float(off.mean() if dtype in HALF_DTYPES else off.max()) / TOLERANCE.get(dtype, 2e-3)
 
 
-def _excess(found: Tensor, own: Tensor, exact: Tensor) -> float:
+def _relative_error(found: Tensor, own: Tensor, exact: Tensor) -> float:
     """How much farther from float32 log-probs are than the model's own; 1 is what rounding explains.
 
     At the median of the tokens, because a router that rounds to other experts moves all log-probs of a few.
     """
     packed_attention_enabled, theirs = ((one - exact).square().mean(-1).sqrt().median() for one in (found, own))
-    return float(packed_attention_enabled / (theirs + 1e-4)) / EXCESS
+    return float(packed_attention_enabled / (theirs + 1e-4)) / MAX_ERROR_RATIO
 
 
-def _fuse_alike(lm: LanguageModel, compare: Callable[[], float]) -> None:
+def _try_fusing(lm: LanguageModel, compare: Callable[[], float]) -> None:
     """Fuse a model's parts; undo it where the log-probs of the whole model are no longer its own."""
     before = {module: module.__dict__.get("forward") for module in lm.model.modules()}
     fuse_layers(lm.model)
@@ -121,7 +121,7 @@ def _fuse_alike(lm: LanguageModel, compare: Callable[[], float]) -> None:
             module.forward = forward
 
 
-def _insist(compare: Callable[[], float], fault: str) -> None:
+def _require_equal(compare: Callable[[], float], fault: str) -> None:
     try:
         apart = compare()
     except Exception as error:  # whatever an architecture of any kind does with what is asked of it
@@ -130,7 +130,7 @@ def _insist(compare: Callable[[], float], fault: str) -> None:
         raise ConfigError(f"{fault} (they are {apart:.2g} times as far apart as rounding explains)")
 
 
-class Forced(GenerationState):
+class ForcedGeneration(GenerationState):
     """The probe's tokens are drawn, whatever their probability, and the logits are kept."""
 
     def __init__(self, batch: Rollouts, head: LMHead):
@@ -152,7 +152,7 @@ class Forced(GenerationState):
         return torch.tensor(token, device=hidden.device)
 
 
-def _float32_log_probs(lm: LanguageModel, batch: Rollouts) -> Tensor | None:
+def _float32_logprobs(lm: LanguageModel, batch: Rollouts) -> Tensor | None:
     """The log-probs of its own forward pass with every parameter in float32; None where that is not possible.
 
     A GPU may have no room for it, and some architectures mix types themselves.
@@ -164,7 +164,7 @@ def _float32_log_probs(lm: LanguageModel, batch: Rollouts) -> Tensor | None:
     try:
         for owner, name, value in narrow:
             setattr(owner, name, value.float() if name == "data" else torch.float32)
-        return torch.log_softmax(_own_logits(lm, batch)[0], -1)
+        return torch.log_softmax(_reference_logits(lm, batch)[0], -1)
     except Exception:
         return None
     finally:
@@ -189,12 +189,12 @@ def attention_windows(lm: LanguageModel) -> set[int]:
     return {size for size in sizes if isinstance(size, int)}
 
 
-def _refuse_rotary(lm: LanguageModel, longest: int) -> None:
+def _check_rotary(lm: LanguageModel, longest: int) -> None:
     """Angles of rotary positions that depend on the longest text of a forward pass: then log-probs do, past a length.
 
     Cached keys were turned by the angles of shorter texts, and a packed or padded text by those of its neighbours.
     """
-    for kind, room in _changing_angles(lm):
+    for kind, room in _length_dependent_rope(lm):
         if room < longest:
             raise ConfigError(
                 f"{type(lm.model).__name__}: its rotary positions ({kind}) turn by other angles in texts of more than "
@@ -203,7 +203,7 @@ def _refuse_rotary(lm: LanguageModel, longest: int) -> None:
             )
 
 
-def _changing_angles(lm: LanguageModel) -> Iterator[tuple[str, int]]:
+def _length_dependent_rope(lm: LanguageModel) -> Iterator[tuple[str, int]]:
     """The kind of rotary positions, and the length past which their angles depend on the length."""
     for module in lm.backbone.modules():
         kinds: Any = getattr(module, "rope_type", None)
@@ -219,18 +219,18 @@ def _changing_angles(lm: LanguageModel) -> Iterator[tuple[str, int]]:
 # ---- the probe -----------------------------------------------------------------------------------------
 
 
-def _probe(lm: LanguageModel, longest: int, windows: list[int]) -> Rollouts:
+def _make_probe(lm: LanguageModel, longest: int, windows: list[int]) -> Rollouts:
     """Two groups of random tokens, ragged in every way. The responses of the first pass the largest of the windows."""
-    long = max(7, min(max(windows, default=0) - 1, longest - TOKENS))
+    long = max(7, min(max(windows, default=0) - 1, longest - PROBE_TOKENS))
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(lm.vocab_size, (2, long), generator=generator)
     prompt[1, 4:] = -1
-    response = torch.randint(lm.vocab_size, (2, 2, TOKENS), generator=generator)
-    mask = torch.arange(TOKENS) < torch.tensor([[TOKENS, 3], [1, 4]]).unsqueeze(-1)
-    return Rollouts(prompt, response, mask, torch.zeros(mask.shape), TOKENS, torch.zeros(2, 2, dtype=torch.bool))
+    response = torch.randint(lm.vocab_size, (2, 2, PROBE_TOKENS), generator=generator)
+    mask = torch.arange(PROBE_TOKENS) < torch.tensor([[PROBE_TOKENS, 3], [1, 4]]).unsqueeze(-1)
+    return Rollouts(prompt, response, mask, torch.zeros(mask.shape), PROBE_TOKENS, torch.zeros(2, 2, dtype=torch.bool))
 
 
-def _own_logits(lm: LanguageModel, batch: Rollouts) -> tuple[Tensor, Tensor]:
+def _reference_logits(lm: LanguageModel, batch: Rollouts) -> tuple[Tensor, Tensor]:
     """The model's own logits in float32 or better, one unpadded sequence at a time.
 
     Before each action of the probe; and behind its first prompt alone, when nothing follows.

@@ -1,9 +1,9 @@
-"""Whose log-probs logp_old is, the sampler's or the learner's: decided once, before step 0.
+"""Decide, before step 0, whether logp_old is the rollout engine's log-probs or the learner's.
 
-Sampler and learner compute the same log-probs, each in its own order. In float32 they agree to about 1e-6. In half
-precision they are about 0.01 apart, so with the sampler's logp_old ρ = exp(logp − logp_old) begins at 1 plus noise. A
-few responses show how large that noise is. What it does is asked of the loss itself: a ratio per token, clipped at
-1 ± 0.2, hardly changes; GSPO's ratio per response, clipped at 1 ± 3e-4, is clipped by noise alone.
+Engine and learner compute the same log-probs in different orders. In float32 they agree to about 1e-6. In half
+precision they differ by about 0.01, so with the engine's logp_old the ratio ρ = exp(logp − logp_old) starts at 1 plus
+noise. A few responses are generated to measure this noise, and the loss is evaluated with and without it: a ratio per
+token, clipped at 1 ± 0.2, hardly changes; GSPO's ratio per response, clipped at 1 ± 3e-4, is clipped by noise alone.
 """
 
 from dataclasses import dataclass, replace
@@ -18,11 +18,11 @@ from ascent.core.menu import name_of
 from ascent.core.protocols import Learner, RolloutEngine
 from ascent.core.types import Batch, Prompts, to_batch
 
-PROMPTS, SAMPLES, TOKENS = 4, 8, 256
+MAX_PROMPTS, MAX_SAMPLES, MAX_TOKENS = 4, 8, 256
 """The most that is drawn to measure the gap. Whole responses are drawn where bounds are on whole responses."""
-MARGIN = 2.0
+GAP_MARGIN = 2.0
 """The largest gap of a training is larger than that of a few responses: by about this factor."""
-FINE = 0.005
+MAX_GRAD_CHANGE = 0.005
 """The share of its gradient that noise may change before a loss gets the learner's logp_old."""
 
 
@@ -30,33 +30,33 @@ FINE = 0.005
 class Effect:
     """What noise in logp_old does to a loss before any parameter has moved."""
 
-    changed: float
+    grad_change: float
     """The change of its gradient in logp, as a share of that gradient."""
-    clipped: float
+    clipped_fraction: float
     """The share of tokens that it clips."""
 
     @classmethod
-    def of(cls, loss: Loss, logp: Tensor, noise: Tensor, counted: Tensor) -> "Effect":
-        """For credit of 1 and of −1, because its sign decides which bound applies."""
-        changed, clipped = 0.0, torch.zeros_like(counted)
+    def of(cls, loss: Loss, logp: Tensor, noise: Tensor, loss_mask: Tensor) -> "Effect":
+        """For advantage of 1 and of −1, because its sign decides which bound applies."""
+        grad_change, clipped_fraction = 0.0, torch.zeros_like(loss_mask)
         for sign in (1.0, -1.0):
-            credit = torch.full((*counted.shape[:2], 1), sign, dtype=logp.dtype)
-            true, noisy = (_slope(loss, logp, old, credit, counted) for old in (logp, logp + noise))
-            changed = max(changed, float((noisy - true).norm() / true.norm().clamp(min=1e-30)))
-            for side in loss.clipped(logp, logp + noise, credit, counted) or ():
-                clipped |= side & counted
-        return cls(changed, float(clipped.sum() / counted.sum().clamp(min=1)))
+            advantage = torch.full((*loss_mask.shape[:2], 1), sign, dtype=logp.dtype)
+            true, noisy = (_surrogate_grad(loss, logp, old, advantage, loss_mask) for old in (logp, logp + noise))
+            grad_change = max(grad_change, float((noisy - true).norm() / true.norm().clamp(min=1e-30)))
+            for side in loss.clipped(logp, logp + noise, advantage, loss_mask) or ():
+                clipped_fraction |= side & loss_mask
+        return cls(grad_change, float(clipped_fraction.sum() / loss_mask.sum().clamp(min=1)))
 
 
-def _slope(loss: Loss, logp: Tensor, logp_old: Tensor, credit: Tensor, counted: Tensor) -> Tensor:
+def _surrogate_grad(loss: Loss, logp: Tensor, logp_old: Tensor, advantage: Tensor, loss_mask: Tensor) -> Tensor:
     """∂ surrogate / ∂ logp at the tokens that count."""
     with torch.enable_grad():
         logp = logp.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(loss(logp, logp_old, credit, counted).sum(), logp)
-    return slope[counted]
+        (grad,) = torch.autograd.grad(loss(logp, logp_old, advantage, loss_mask).sum(), logp)
+    return grad[loss_mask]
 
 
-def can_matter(config: Config, dtype: torch.dtype) -> bool:
+def needs_measurement(config: Config, dtype: torch.dtype) -> bool:
     """Is there a gap to measure? Not in float32, where rounding reaches no bound, and not without a ratio.
 
     A correction has bounds in any precision: they also apply to the probability that top-p and its like kept.
@@ -66,7 +66,7 @@ def can_matter(config: Config, dtype: torch.dtype) -> bool:
     if getattr(config.policy, "engine", "local") != "local":  # it starts with the first step, and is probed there
         return False
     one = torch.zeros(1, 1, 1)
-    has_ratio = Effect.of(config.algorithm.loss, one, one - 1, one == 0).changed > 0
+    has_ratio = Effect.of(config.algorithm.loss, one, one - 1, one == 0).grad_change > 0
     return "logp_old" in config.algorithm.needs or (has_ratio and torch.finfo(dtype).bits < 32)
 
 
@@ -74,8 +74,8 @@ def measure_gap(config: Config, learner: Learner, engine: RolloutEngine, prompts
     """A few responses, with the learner's log-probs of them as logp_old."""
     whole = config.algorithm.loss.sequence or config.algorithm.correction.enabled
     engine.load(learner.params(), version=0)
-    limit = engine.limit if whole else min(engine.limit, TOKENS)
-    rollouts = engine.generate(prompts, min(config.samples, SAMPLES), limit=limit)
+    limit = engine.limit if whole else min(engine.limit, MAX_TOKENS)
+    rollouts = engine.generate(prompts, min(config.samples, MAX_SAMPLES), limit=limit)
     shape = rollouts.mask.shape[:2]
     batch = to_batch(rollouts, reward=torch.zeros(*shape, 1), valid=torch.ones(shape, dtype=torch.bool))
     return batch.add(**learner.score(batch, frozenset({"logp_old"})))
@@ -84,33 +84,39 @@ def measure_gap(config: Config, learner: Learner, engine: RolloutEngine, prompts
 def resolve(config: Config, batch: Batch) -> tuple[Config, tuple[str, ...]]:
     """The config with old_logp decided, and what its user should know: every bound that the gap reaches."""
     assert batch.logp_old is not None
-    loss, counted, noise = config.algorithm.loss, batch.loss_mask, batch.logp_sampler - batch.logp_old
-    large, usual = (Effect.of(loss, batch.logp_old, scale * noise, counted) for scale in (MARGIN, 1.0))
-    apart = f"the log-probs of sampler and learner are {float(noise[counted].abs().mean()):.2g} apart on average"
-    share = f"{usual.clipped:.0%} of the tokens are" if usual.clipped else "some ratios are soon"
+    loss, loss_mask, noise = config.algorithm.loss, batch.loss_mask, batch.logp_sampler - batch.logp_old
+    large, usual = (Effect.of(loss, batch.logp_old, scale * noise, loss_mask) for scale in (GAP_MARGIN, 1.0))
+    apart = f"the log-probs of sampler and learner are {float(noise[loss_mask].abs().mean()):.2g} apart on average"
+    share = f"{usual.clipped_fraction:.0%} of the tokens are" if usual.clipped_fraction else "some ratios are soon"
     outside = f"{apart}, so that {share} outside the bounds of --loss {name_of(loss)} before the policy has moved"
-    notes = [] if (cut := _cut(config, batch)) is None else [cut]
+    notes = [] if (cut := _correction_warning(config, batch)) is None else [cut]
     if config.old_logp == "auto":
-        config = replace(config, old_logp="learner" if large.clipped or large.changed > FINE else "sampler")
+        config = replace(
+            config, old_logp="learner" if large.clipped_fraction or large.grad_change > MAX_GRAD_CHANGE else "sampler"
+        )
         if config.old_logp == "learner":
-            why = outside if large.clipped else f"{apart}, which would change about {usual.changed:.1%} of the gradient"
+            why = (
+                outside
+                if large.clipped_fraction
+                else f"{apart}, which would change about {usual.grad_change:.1%} of the gradient"
+            )
             notes.append(f"--old-logp learner was chosen: {why}")
-    elif config.old_logp == "sampler" and large.clipped:
+    elif config.old_logp == "sampler" and large.clipped_fraction:
         notes.append(f"warning: {outside}. Set --old-logp learner, or leave it out")
     return config, tuple(notes)
 
 
-def _cut(config: Config, batch: Batch) -> str | None:
+def _correction_warning(config: Config, batch: Batch) -> str | None:
     """What the bounds of the correction do to the weights before any update; None: nothing."""
     correction, factor = config.algorithm.correction, config.algorithm.correction(batch)
     if factor is None or batch.logp_old is None or correction.normalized:
         return None
     if correction.geometric is not None:
         factor = factor.masked_fill(correction.rejected(batch).unsqueeze(-1), 0.0)
-    what, log_w, counted = "tokens", log_weight(batch.logp_old, batch), batch.loss_mask
+    what, log_w, loss_mask = "tokens", log_weight(batch.logp_old, batch), batch.loss_mask
     if correction.level == "sequence":
-        what, log_w, counted = "responses", log_w.sum(-1, keepdim=True), batch.valid.unsqueeze(-1)
-    cut, dropped = (float(which[counted].double().mean()) for which in (factor != log_w.exp(), factor == 0))
+        what, log_w, loss_mask = "responses", log_w.sum(-1, keepdim=True), batch.valid.unsqueeze(-1)
+    cut, dropped = (float(which[loss_mask].double().mean()) for which in (factor != log_w.exp(), factor == 0))
     if not cut:
         return None
     kept = "" if batch.kept_mass is None else "; the weights include the mass kept by --top-p, --top-k or --min-p"

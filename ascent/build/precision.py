@@ -18,13 +18,13 @@ from ascent.distributed.ranks import in_ray_cluster, is_torchrun_process
 from ascent.models.causal_lm import PYTHON_MODELS, LanguageModel, pick_device
 from ascent.training.micro_batches import COMPACT_THRESHOLD, static_bytes
 
-MARGIN = 2
+FLOAT16_MARGIN = 2
 """The largest activation of a probe, times this, has to fit into the range of float16: a run moves them a little."""
-PROBE = (64, 8)
+PROBE_SHAPE = (64, 8)
 """Texts and tokens. The largest activations of most models are at the first token, much the same for any text."""
 
 
-def why_not_float16(config: Config) -> str | None:
+def float16_obstacle(config: Config) -> str | None:
     """Why a new run does not compute in float16 by itself, as far as its config and its GPU say it."""
     policy, algorithm = config.policy, config.algorithm
     reasons = {
@@ -38,31 +38,31 @@ def why_not_float16(config: Config) -> str | None:
         "an engine has the precision that it was started with": policy.engine != "local",
         "it was not measured on several ranks": is_torchrun_process() or in_ray_cluster(),
     }
-    return next((why for why, holds in reasons.items() if holds), None) or _why_not_here(pick_device(policy.device))
+    return next((why for why, holds in reasons.items() if holds), None) or _device_obstacle(pick_device(policy.device))
 
 
-def _why_not_here(device: torch.device) -> str | None:
+def _device_obstacle(device: torch.device) -> str | None:
     """The same, as far as the device says it."""
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return "it was measured on a GPU of NVIDIA's that has bfloat16 too"
     return None
 
 
-def precision_of(config: Config, lm: LanguageModel) -> tuple[str, str | None]:
+def choose_precision(config: Config, lm: LanguageModel) -> tuple[str, str | None]:
     """What a run computes in whose model was loaded in float16; and why, where it is something else."""
     if (
         lm.device.type == "cuda"
         and static_bytes(lm, config.algorithm.reference.enabled, None) > COMPACT_THRESHOLD * lm.gpu_memory
     ):
         return "auto", "bfloat16 state, which fits the GPU, is for parameters in bfloat16"
-    largest, most = largest_activation(lm), torch.finfo(torch.float16).max / MARGIN
+    largest, most = max_activation(lm), torch.finfo(torch.float16).max / FLOAT16_MARGIN
     if largest < most:
         return "float16", None
     return "mixed", f"float16 has not enough range: activations of a few random tokens are as large as {largest:.3g}"
 
 
 @torch.no_grad()
-def largest_activation(lm: LanguageModel) -> float:
+def max_activation(lm: LanguageModel) -> float:
     """Of all that the model's parts compute from random tokens; infinite where one is no number."""
     found: list[Tensor] = []
 
@@ -71,7 +71,7 @@ def largest_activation(lm: LanguageModel) -> float:
             if isinstance(part, Tensor) and part.is_floating_point() and part.numel():
                 found.append(part.abs().amax().nan_to_num(torch.inf, torch.inf).double())
 
-    ids = torch.randint(lm.vocab_size, PROBE, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(lm.vocab_size, PROBE_SHAPE, generator=torch.Generator().manual_seed(0))
     ids[0, 0] = lm.eos_token_id
     hooks = [module.register_forward_hook(look) for module in lm.backbone.modules()]
     try:

@@ -19,7 +19,7 @@ from ascent.training.language_learner import LanguageLearner
 from ascent.training.micro_batches import bytes_per_token, critic_bytes, update_operations
 
 
-def arithmetic(config: Config) -> list[str]:
+def describe_batch_sizes(config: Config) -> list[str]:
     responses, updates = config.prompts * config.samples, config.epochs * config.minibatches
     micro = f"{config.micro_batch} tokens at once" if config.micro_batch else "everything at once"
     passes = (
@@ -36,11 +36,11 @@ def arithmetic(config: Config) -> list[str]:
     ]
 
 
-EXACT = ("parameters", "gradients", "Adam", "reference", "critic")
+EXACT_PARTS = ("parameters", "gradients", "Adam", "reference", "critic")
 """What a run needs whatever its batches are: known exactly, where the rest is an estimate."""
 
 
-def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int]:
+def memory_bytes(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int]:
     """Bytes that a run takes, by what takes them.
 
     `rows`: the responses that the sampler decodes at once; 0 where nothing is sampled.
@@ -77,8 +77,8 @@ def memory(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int
 
 def report_memory(config: Config, learner: LanguageLearner, rows: int, report: PreflightReport) -> None:
     """What the run takes of what is there; the model that is loaded already counts on both sides."""
-    device, parts = learner.lm.device, memory(config, learner, rows)
-    total, sure = sum(parts.values()), sum(parts[name] for name in EXACT)
+    device, parts = learner.lm.device, memory_bytes(config, learner, rows)
+    total, sure = sum(parts.values()), sum(parts[name] for name in EXACT_PARTS)
     try:
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
@@ -88,11 +88,11 @@ def report_memory(config: Config, learner: LanguageLearner, rows: int, report: P
             line = next(line for line in lines if line.startswith("MemAvailable"))
             there = int(line.split()[1]) * 1024 + parts["parameters"]
     except (OSError, StopIteration):
-        report.lines.append(f"memory     about {_size(total)}; how much is there is not known")
+        report.lines.append(f"memory     about {_format_bytes(total)}; how much is there is not known")
         report.lines.append(precision_line(learner))
         return
-    shares = ", ".join(f"{name} {_size(value)}" for name, value in parts.items() if value)
-    report.lines.append(f"memory     about {_size(total)} of {_size(there)} on {device}: {shares}")
+    shares = ", ".join(f"{name} {_format_bytes(value)}" for name, value in parts.items() if value)
+    report.lines.append(f"memory     about {_format_bytes(total)} of {_format_bytes(there)} on {device}: {shares}")
     report.lines.append(precision_line(learner))
     if packed := quantized_parameter_count(learner.lm.model):
         whole = parameter_count(learner.lm.model)
@@ -105,9 +105,9 @@ def report_memory(config: Config, learner: LanguageLearner, rows: int, report: P
         smaller = f"take a smaller model{_smaller(config)}."
         if config.policy.optimizer_state == "float32" and learner.lm.model.dtype == torch.bfloat16:
             smaller = f"leave out --policy.optimizer-state, {smaller}"
-        report.refusals.append(
-            f"Parameters, gradients and optimizer state alone take {_size(sure)}, and there are {_size(there)}: "
-            + smaller
+        report.errors.append(
+            f"Parameters, gradients and optimizer state alone take {_format_bytes(sure)}, and there are "
+            f"{_format_bytes(there)}: {smaller}"
         )
     elif total > there:
         report.warnings.append(
@@ -155,7 +155,7 @@ def report_update(config: Config, learner: LanguageLearner, report: PreflightRep
             )
 
 
-def _size(count: int) -> str:
+def _format_bytes(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.0f} MiB"
 
 
@@ -164,7 +164,7 @@ def report_reward(test: Any, report: PreflightReport) -> None:
     report.lines += [f"reward     {first}", *(f"           {line}" for line in more)]
     useless = test.compares and test.gold and test.corrupted and not test.gold_reward > test.corrupted_reward
     if useless or (test.errors and test.errors >= test.gold + test.corrupted):
-        report.refusals.append("The reward failed its self-test, so training would learn from noise. " + more[0])
+        report.errors.append("The reward failed its self-test, so training would learn from noise. " + more[0])
     elif more:
         report.warnings.append("the reward failed part of its self-test, above")
 
@@ -172,7 +172,7 @@ def report_reward(test: Any, report: PreflightReport) -> None:
 def report_sample(config: Config, task: Any, probe: LocalEngine, report: PreflightReport) -> trial_timings.TimedCall:
     """A few groups as a step would draw them, from random streams of their own; and how long that took."""
     prompts = task.draw(min(4, config.prompts), torch.Generator().manual_seed(config.seed + 3_000_017))
-    rollouts, call = trial_timings.timed(probe, prompts, config.samples)
+    rollouts, call = trial_timings.time_generation(probe, prompts, config.samples)
     batch, errors = score_rollouts(task, rollouts)
     groups, responses = len(prompts), batch.truncated.numel()
     silent, cut = int(groups_without_signal(batch).sum()), int(batch.truncated.sum())
@@ -208,8 +208,8 @@ def report_episodes(batch: Batch, task: Any, report: PreflightReport) -> None:
     report.lines.append(
         f"episodes   {responses} played: {total / responses:.1f} turns on average, {int(turns.min())} to "
         f"{int(turns.max())}; {sums['turns/cut']:.0f} of {total} turns cut off; an answer took "
-        f"{trial_timings.duration(float(batch.environment_seconds.sum()) / max(total, 1))}, "
-        f"the slowest {trial_timings.duration(slowest)}"
+        f"{trial_timings.format_duration(float(batch.environment_seconds.sum()) / max(total, 1))}, "
+        f"the slowest {trial_timings.format_duration(slowest)}"
     )
     if sums["turns/cut"] > total / 2:
         report.warnings.append("most turns are cut off before they end: raise --turn-tokens or --max-tokens")
@@ -226,7 +226,7 @@ def report_episodes(batch: Batch, task: Any, report: PreflightReport) -> None:
         )
 
 
-def report_seconds(
+def report_step_time(
     config: Config,
     learner: LanguageLearner,
     task: Any,
@@ -238,25 +238,25 @@ def report_seconds(
     prompts, samples, limits = config.prompts, config.samples, config.task
     rows = min(probe.rows, prompts * samples)
     drawn = task.draw(-(-rows // samples), torch.Generator().manual_seed(config.seed + 3_000_017))
-    short, twice = min(trial_timings.SHORT, limits.max_response_tokens), learner.lm.device.type == "cuda"
+    short, twice = min(trial_timings.SHORT_RESPONSE_TOKENS, limits.max_response_tokens), learner.lm.device.type == "cuda"
     calls = [] if twice else [sample]
     for groups, limit in ((1, short), (len(drawn), short), *[(sample.prompts, limits.max_response_tokens)] * twice):
         for _ in range(1 + twice):  # on a GPU the first call captures its graphs
-            _, call = trial_timings.timed(probe, drawn[torch.arange(min(groups, len(drawn)))], samples, limit)
+            _, call = trial_timings.time_generation(probe, drawn[torch.arange(min(groups, len(drawn)))], samples, limit)
         calls.append(call)
     costs, mean = trial_timings.sampling_costs(calls), sample.tokens / (sample.prompts * samples)
     lengths = ((mean, sample.steps), (limits.max_response_tokens, limits.max_response_tokens))
     sampling = [trial_timings.sampling_seconds(costs, prompts, samples, rows, *length) for length in lengths]
-    parts = [f"sampling {trial_timings.duration(sampling[0])}"]
-    most = [trial_timings.duration(sampling[1])]
+    parts = [f"sampling {trial_timings.format_duration(sampling[0])}"]
+    most = [trial_timings.format_duration(sampling[1])]
     if not config.algorithm.update.full_batch:
         prompt = round(float((drawn.prompt >= 0).sum(-1).double().mean()))
         rate = trial_timings.update_rate(learner, prompt, limits.max_response_tokens)
         both = ((prompt, round(mean)), (limits.max_prompt, limits.max_response_tokens))
         update = [trial_timings.update_seconds(config, learner, rate, *lengths) for lengths in both]
         parts, most = (
-            [*parts, f"update {trial_timings.duration(update[0])}"],
-            [*most, trial_timings.duration(update[1])],
+            [*parts, f"update {trial_timings.format_duration(update[0])}"],
+            [*most, trial_timings.format_duration(update[1])],
         )
     report.lines.append(
         f"time       per step about: {', '.join(parts)}, for responses of {mean:.0f} tokens as in the sample; at the "

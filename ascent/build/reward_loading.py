@@ -71,7 +71,7 @@ def bind_task(backend: Backend, task: Any, model: Any, scores: bool = True) -> B
     """
     rewards = {source: _reward(backend, task, source) for source in backend.reward_sources(task) if scores}
     bound = backend.bind(task, model, rewards)
-    if not (backend.words and task.agent):
+    if not (backend.uses_text and task.agent):
         return bound
     check_packages("--agent")
     from ascent.rollout.agents import bind_agents

@@ -21,11 +21,11 @@ from ascent.core.types import Prompts, Rollouts, Terms, to_batch
 from ascent.training.language_learner import LanguageLearner
 from ascent.training.micro_batches import update_operations
 
-SHORT = 16
+SHORT_RESPONSE_TOKENS = 16
 """Tokens of the responses to a short call."""
-LONGEST = {"cuda": 512, "cpu": 64}
+MAX_TRIAL_RESPONSE_TOKENS = {"cuda": 512, "cpu": 64}
 """Tokens of a response in the trial of an update, at most."""
-TOGETHER = {"cuda": 16_384, "cpu": 256}
+TRIAL_BATCH_TOKENS = {"cuda": 16_384, "cpu": 256}
 """Tokens in that trial: a GPU needs many of them to be as fast as it can be."""
 
 
@@ -39,7 +39,7 @@ class TimedCall(NamedTuple):
     tokens: int
 
 
-def timed(
+def time_generation(
     engine: RolloutEngine, prompts: Prompts, samples: int, limit: int | None = None
 ) -> tuple[Rollouts, TimedCall]:
     begin = time.perf_counter()
@@ -73,8 +73,8 @@ def sampling_seconds(costs: Sequence[float], prompts: int, samples: int, rows: i
 def update_rate(learner: LanguageLearner, prompt: int, limit: int) -> float:
     """Operations per second of a forward and a backward pass over a few tokens, as this learner computes them."""
     lm, kind = learner.lm, "cuda" if learner.lm.device.type == "cuda" else "cpu"
-    length = min(limit, LONGEST[kind])
-    samples = max(1, min(TOGETHER[kind], learner.plan.tokens) // length)
+    length = min(limit, MAX_TRIAL_RESPONSE_TOKENS[kind])
+    samples = max(1, min(TRIAL_BATCH_TOKENS[kind], learner.plan.tokens) // length)
     ids = torch.arange(prompt + length) % lm.vocab_size
     mask = torch.ones(1, samples, length, dtype=torch.bool)
     tokens = ids[None, None, prompt:].expand(1, samples, -1).contiguous()
@@ -100,7 +100,7 @@ def update_seconds(config: Config, learner: LanguageLearner, rate: float, prompt
     return once * (config.epochs * (1 + (critic.enabled and not critic.shared)) + scored / 3)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.2g} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -59,7 +59,7 @@ class PlanCommand(Command):
         from ascent.workflows.planning.planner import ResponseLengths, forecast
 
         config = self.config
-        if not backend_of(config).words or config.data != "samples":
+        if not backend_of(config).uses_text or config.data != "samples":
             raise ConfigError(
                 f"ascent plan {name_of(config.task)}: a plan needs a language model that samples, as in ascent plan "
                 "gsm8k --model FOLDER"

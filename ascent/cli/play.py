@@ -74,7 +74,7 @@ class PlayCommand(PolicyCommand):
                 raise ConfigError(f"{' '.join(self.other_args) or '--task'}: a run already has a task and settings")
             config = Run(self.source).config if of_run else self._config(self.source, self.other_args)
             config.task.verify()
-            make_episode = text_episode if backend_of(config).words else small_episode
+            make_episode = text_episode if backend_of(config).uses_text else small_episode
             return play_policy(make_episode(config.task, seed), seed, terminal)
         if not of_run and self.model is None:
             policy = "--model FOLDER" if find_task(self.source)[0].kind == "text" else "its folder in place of the task"
@@ -331,7 +331,7 @@ def _parse_reward(text: str) -> float:
 
 
 def play_environment(loaded: LoadedPolicy, seed: int, terminal: Terminal) -> None:
-    task, words = loaded.config.task, loaded.backend.words
+    task, words = loaded.config.task, loaded.backend.uses_text
     if not words and task.make_environment() is None:
         raise ConfigError(f"{type(task).__name__.lower()} has one turn: the policy reads no observation")
     if words and not task.has_environment:  # the class is only named: no process creates it

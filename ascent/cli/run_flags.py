@@ -91,7 +91,7 @@ def parse_train(
     config = configure(task, *layers, common, choices, values)
     backend = backend_of(config)
     if verify:
-        check_rewards(backend, config.task, reads_data=not (options.dry_run and backend.words))
+        check_rewards(backend, config.task, reads_data=not (options.dry_run and backend.uses_text))
     backend.check(config)
     return config, options
 

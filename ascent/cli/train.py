@@ -56,7 +56,7 @@ class PreflightCommand(TrainCommand):
     def execute(self) -> None:
         with closing(assemble(self.config)) as parts:
             report = parts.preflight()
-            if report is not None and not report.refusals:
+            if report is not None and not report.errors:
                 num_notes = len(parts.notes)
                 parts.resolve_old_logp()
                 report.lines += [f"note       {note}" for note in parts.notes[num_notes:]]
@@ -64,7 +64,7 @@ class PreflightCommand(TrainCommand):
             print(run_summary(parts.config, self.options.out or Path("runs")))
         else:
             print(report.text())
-            report.raise_if_refused()
+            report.raise_on_errors()
 
 
 @dataclass
@@ -105,7 +105,7 @@ def print_dry_run(config: Config, options: TrainOptions) -> None:
     check_new_folder(folder)
     if torchrun_rank():
         return
-    if backend_of(config).words:
+    if backend_of(config).uses_text:
         if config.init is not None:
             init_folder(config.init)
     else:
@@ -135,7 +135,7 @@ def run_summary(config: Config, folder: Path) -> str:
     responses, updates = config.prompts * config.samples, config.epochs * config.minibatches
     rounds = config.algorithm.groups.rounds
     limit = f", up to {rounds} times where groups have no signal" if rounds > 1 else ""
-    if config.data_epochs is not None and backend_of(config).words:
+    if config.data_epochs is not None and backend_of(config).uses_text:
         length = f"auto steps: {config.data_epochs:g} epochs over the task's rows"
     else:
         counts = f"{config.steps * responses:,} responses and {config.steps * updates:,} updates"

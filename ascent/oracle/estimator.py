@@ -26,13 +26,13 @@ from torch import Tensor
 from ascent.core.algorithms import Algorithm
 from ascent.core.errors import ConfigError
 from ascent.core.types import Batch, Outputs, State
-from ascent.oracle.exact import Table
+from ascent.oracle.exact import ResponseTable
 
-MOST_GROUPS = 50_000
+MAX_GROUPS = 50_000
 """Maximum number of groups."""
-ALONE = 12
+NUM_PROBED_GROUPS = 12
 """Number of groups whose advantages are computed one by one to find out whether groups depend on one another."""
-MOST_NUMBERS = 200_000_000
+MAX_NUMBERS_IN_MEMORY = 200_000_000
 """Maximum of groups × (tokens of all responses + parameters), the numbers held in memory."""
 
 
@@ -61,7 +61,7 @@ class Estimate:
         return float((self.mean - gradient).norm() / gradient.norm())
 
 
-def over_prompts(estimates: list[Estimate]) -> Estimate:
+def average_over_prompts(estimates: list[Estimate]) -> Estimate:
     """The estimator on a batch with one group for each of P prompts: the mean of theirs.
 
     E[g] = (1/P) Σ_p E[g_p],  Var = (1/P²) Σ_p Var_p, for groups that do not depend on one another.
@@ -81,7 +81,7 @@ class EnumeratedGroups:
 
     members: Int[Tensor, "group sample"]
     """The class of each sample, in ascending order."""
-    chance: Float[Tensor, "group"]
+    probability: Float[Tensor, "group"]
     class_of: Int[Tensor, "response"]
     advantage: Float[Tensor, "group sample #token"]
     weight: Float[Tensor, "group sample token"]
@@ -100,7 +100,7 @@ class EnumeratedGroups:
 
 
 def estimate(
-    table: Table,
+    table: ResponseTable,
     algorithm: Algorithm,
     samples: int,
     state: State | None = None,
@@ -115,24 +115,24 @@ def estimate(
     """
     state = algorithm.initial_state() if state is None else state
     groups = enumerate_groups(table, algorithm, samples, state) if groups is None else groups
-    batch = table.filled(algorithm.needs)
+    batch = table.batch_with_fields(algorithm.needs)
     correction = None if algorithm.correction.normalized else algorithm.correction(batch)  # else in the advantages
     batch = algorithm.exclude_responses(batch).add(correction=correction, **algorithm.scalars(state, progress))
     outputs = table.outputs(algorithm.outputs)
-    total = groups.weight.new_zeros(len(groups.chance), table.gradient.numel())
-    scatter = groups.weight.new_zeros(len(groups.chance))
+    total = groups.weight.new_zeros(len(groups.probability), table.gradient.numel())
+    scatter = groups.weight.new_zeros(len(groups.probability))
     for members, here, one, n in groups.classes:
         A, B = class_moments(table, algorithm, batch, outputs, members, groups.advantage[one], groups.weight[one])
         total.index_add_(0, here, n[:, None] * A)
         scatter.index_add_(0, here, n * (B - (A**2).sum(-1)))
-    mean = groups.chance @ total
-    second = groups.chance @ ((total**2).sum(-1) + scatter)
+    mean = groups.probability @ total
+    second = groups.probability @ ((total**2).sum(-1) + scatter)
     return Estimate(mean, float(second - mean @ mean), groups.coupled)
 
 
-def enumerate_groups(table: Table, algorithm: Algorithm, samples: int, state: State) -> EnumeratedGroups:
+def enumerate_groups(table: ResponseTable, algorithm: Algorithm, samples: int, state: State) -> EnumeratedGroups:
     """Every multiset of G classes, with P(c) = G!/Π n_k! · Π p_k^n_k, its advantages and its weights."""
-    batch = table.filled(algorithm.needs)
+    batch = table.batch_with_fields(algorithm.needs)
     seen = sorted(algorithm.advantage.needs - {"reward_greedy"})
     if "logp_old" in seen or algorithm.correction.normalized:
         seen += ["logp_old", "logp_sampler"]
@@ -147,17 +147,18 @@ def enumerate_groups(table: Table, algorithm: Algorithm, samples: int, state: St
         raise ConfigError(f"the group size is {samples}: set 1 or more")
     groups = math.comb(classes + samples - 1, samples)
     numbers = groups * (table.batch.mask.numel() + sum(p.numel() for p in table.policy.parameters()))
-    if groups > MOST_GROUPS or numbers > MOST_NUMBERS:
+    if groups > MAX_GROUPS or numbers > MAX_NUMBERS_IN_MEMORY:
         raise ConfigError(
             f"{table.batch.mask.shape[1]:,} responses in {classes:,} classes that the advantages can tell apart make "
-            f"{groups:,} groups of {samples} ({numbers:,} numbers in memory); the limit is {MOST_GROUPS:,} groups and "
-            f"{MOST_NUMBERS:,} numbers. Lower the group size or the length limit, or use a reward with fewer levels"
+            f"{groups:,} groups of {samples} ({numbers:,} numbers in memory); the limit is {MAX_GROUPS:,} groups and "
+            f"{MAX_NUMBERS_IN_MEMORY:,} numbers. Lower the group size or the length limit, or use a reward "
+            "with fewer levels"
         )
     members = torch.tensor(list(itertools.combinations_with_replacement(range(classes), samples)))
     share = table.probability.new_zeros(classes).index_add_(0, class_of, table.probability)
     factorial = share.new_tensor([math.factorial(n) for n in range(samples + 1)])
     counts = torch.nn.functional.one_hot(members, classes).sum(1)
-    chance = factorial[samples] / factorial[counts].prod(-1) * share[members].prod(-1)
+    probability = factorial[samples] / factorial[counts].prod(-1) * share[members].prod(-1)
     example = torch.stack([(class_of == k).nonzero()[0, 0] for k in range(classes)])
     everything = pick(batch, example[members])
     keep = algorithm.groups(everything)
@@ -166,11 +167,11 @@ def enumerate_groups(table: Table, algorithm: Algorithm, samples: int, state: St
             "no group is ever kept, because all responses earn the same. Set --groups all, or another reward"
         )
     if not bool(keep.all()):
-        chance = torch.where(keep, chance, 0.0) / chance[keep].sum()
-    return EnumeratedGroups(members, chance, class_of, *advantages_of_groups(algorithm, everything, state))
+        probability = torch.where(keep, probability, 0.0) / probability[keep].sum()
+    return EnumeratedGroups(members, probability, class_of, *compute_group_advantages(algorithm, everything, state))
 
 
-def advantages_of_groups(
+def compute_group_advantages(
     algorithm: Algorithm, everything: Batch, state: State
 ) -> tuple[Float[Tensor, "group sample #token"], Float[Tensor, "group sample token"], bool]:
     """Return A and the token weights of each group as a batch of its own, and whether groups depend on one another.
@@ -191,7 +192,7 @@ def advantages_of_groups(
         return one.advantage * one.correction if algorithm.correction.normalized else one.advantage  # type: ignore
 
     count = len(everything.mask)
-    probed = sorted({round(x) for x in torch.linspace(0, count - 1, min(count, ALONE)).tolist()})
+    probed = sorted({round(x) for x in torch.linspace(0, count - 1, min(count, NUM_PROBED_GROUPS)).tolist()})
     alone, (whole, _) = with_advantages(everything, probed), algorithm.compute_advantages(everything, state)
     weight = algorithm.weights(whole) * count
     if agree([advantage_of(one) for one in alone], advantage_of(whole)[probed]):
@@ -204,7 +205,7 @@ def advantages_of_groups(
 
 
 def class_moments(
-    table: Table,
+    table: ResponseTable,
     algorithm: Algorithm,
     batch: Batch,
     outputs: Outputs,

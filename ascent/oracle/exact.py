@@ -2,7 +2,7 @@
 
     E[R] = Σ_y π(y) R(y),    ∇E[R] = Σ_y R(y) ∇π(y)
 
-`expected_reward` is cheap enough for every step of a run. A `Table` has every response to one prompt,
+`expected_reward` is cheap enough for every step of a run. A `ResponseTable` has every response to one prompt,
 with the batch fields of a training step; `estimator.py` uses it to compute an algorithm's expected gradient.
 """
 
@@ -25,13 +25,13 @@ from ascent.models.small_policies import Policy
 from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.training.small_learner import SmallLearner, action_logprobs, log_probs
 
-MOST_RESPONSES = 50_000
+MAX_RESPONSES = 50_000
 """Maximum number of responses to one prompt."""
-NEVER = -1
+NO_END_TOKEN = -1
 """Stands for the end token in a space without one."""
-MOST_NUMBERS = 100_000_000
+MAX_JACOBIAN_SIZE = 100_000_000
 """Maximum size of a Jacobian: responses × tokens × parameters."""
-AT_ONCE = 100_000
+JACOBIAN_CHUNK = 100_000
 """Rows of a Jacobian that are computed at once, times its number of tokens."""
 
 
@@ -52,7 +52,7 @@ class Responses(NamedTuple):
     truncated: Bool[Tensor, "response"]
 
 
-def responses_count(space: Space) -> int:
+def count_responses(space: Space) -> int:
     """How many responses there are: vocab^limit, or with an end token Σ_{l<limit} (vocab−1)^l + (vocab−1)^limit."""
     if space.end is None:
         return space.vocab**space.limit
@@ -62,11 +62,11 @@ def responses_count(space: Space) -> int:
 @lru_cache(maxsize=16)
 def all_responses(space: Space) -> Responses:
     """All responses of a space, of different lengths where there is an end token."""
-    count = responses_count(space)
-    if count > MOST_RESPONSES:
+    count = count_responses(space)
+    if count > MAX_RESPONSES:
         raise ConfigError(
             f"{space.vocab} tokens at up to {space.limit} positions make {count:,} responses, but at most "
-            f"{MOST_RESPONSES:,} can be enumerated: lower the vocabulary or the length limit"
+            f"{MAX_RESPONSES:,} can be enumerated: lower the vocabulary or the length limit"
         )
     going = [token for token in range(space.vocab) if token != space.end]
     rows = [list(row) for row in itertools.product(going, repeat=space.limit)]
@@ -74,12 +74,12 @@ def all_responses(space: Space) -> Responses:
         shorter = (row for before in range(space.limit) for row in itertools.product(going, repeat=before))
         rows += [[*row, *[space.end] * (space.limit - len(row))] for row in shorter]
     tokens = torch.tensor(rows)
-    ends = tokens == (NEVER if space.end is None else space.end)
+    ends = tokens == (NO_END_TOKEN if space.end is None else space.end)
     mask = ends.cumsum(-1) - ends.long() == 0
     return Responses(tokens, mask, ~ends.any(-1) & (space.end is not None))
 
 
-def every_response(space: Space, prompt: Int[Tensor, "prompt position"], temperature: float = 1.0) -> Rollouts:
+def enumerate_responses(space: Space, prompt: Int[Tensor, "prompt position"], temperature: float = 1.0) -> Rollouts:
     """The rollouts in which every prompt has every response, with 0 for the sampler's log-probs."""
     response, mask, truncated = all_responses(space)
     shape = (len(prompt), *response.shape)
@@ -95,7 +95,9 @@ def every_response(space: Space, prompt: Int[Tensor, "prompt position"], tempera
     )
 
 
-def every_episode(task: Any, prompts: Prompts, temperature: float = 1.0) -> tuple[Rollouts, Float[Tensor, "episode"]]:
+def enumerate_episodes(
+    task: Any, prompts: Prompts, temperature: float = 1.0
+) -> tuple[Rollouts, Float[Tensor, "episode"]]:
     """Every conversation on the first of these prompts, and the probability of what its environment did in it.
 
     The task's environment keeps its state in `state` and offers `outcomes`; a turn has `turn_tokens` tokens.
@@ -110,10 +112,8 @@ def every_episode(task: Any, prompts: Prompts, temperature: float = 1.0) -> tupl
         after = [e.continued(number, action, way) for number, e, action, way in _ways(environment, going, actions)]
         ended += [e for e in after if e.over]
         going = [e for e in after if not e.over]
-        if len(ended) + len(going) > MOST_RESPONSES:
-            raise ConfigError(
-                f"more than {MOST_RESPONSES:,} conversations: lower the vocabulary or the number of turns"
-            )
+        if len(ended) + len(going) > MAX_RESPONSES:
+            raise ConfigError(f"more than {MAX_RESPONSES:,} conversations: lower the vocabulary or the number of turns")
     width = max(len(e.tokens) for e in ended)
 
     def rows(values: list[list[Any]], kind: torch.dtype) -> Tensor:
@@ -134,7 +134,7 @@ def every_episode(task: Any, prompts: Prompts, temperature: float = 1.0) -> tupl
         limit=space.limit,
         temperature=temperature,
     )
-    return rollouts, torch.tensor([e.chance for e in ended], dtype=torch.float64)
+    return rollouts, torch.tensor([e.probability for e in ended], dtype=torch.float64)
 
 
 class Episode(NamedTuple):
@@ -144,21 +144,21 @@ class Episode(NamedTuple):
     mask: list[bool]
     turn: list[int]
     reward: list[float]
-    chance: float
+    probability: float
     """The probability of the environment's part in it."""
     state: Any
     over: bool = False
 
     def continued(self, number: int, action: list[int], way: tuple[float, Any, Any]) -> "Episode":
         """One more turn, answered in this way."""
-        chance, state, step = way
+        probability, state, step = way
         seen = [] if step.done else [int(token) for token in str(step.observation).split()]
         return Episode(
             self.tokens + action + seen,
             self.mask + [True] * len(action) + [False] * len(seen),
             self.turn + [number] * len(action + seen),
             self.reward + [0.0] * (len(action) - 1) + [step.reward] + [0.0] * len(seen),
-            self.chance * chance,
+            self.probability * probability,
             state,
             step.done,
         )
@@ -175,7 +175,7 @@ def _ways(environment: Any, going: list[Episode], actions: list[list[int]]) -> I
 
 def reward_table(task: EnumerableTask, prompt: Int[Tensor, "prompt position"]) -> Float[Tensor, "prompt response"]:
     """R(y) of every response to these prompts, NaN where the reward failed, for any policy."""
-    scores = task.score(every_response(task.space, prompt))
+    scores = task.score(enumerate_responses(task.space, prompt))
     return torch.where(scores.valid, scores.reward.sum(-1), torch.nan)
 
 
@@ -192,14 +192,14 @@ def expected_reward(
     temperature: float = 1.0,
 ) -> float:
     """E[R] = Σ_y π(y) R(y), the mean over these prompts, with R from `reward_table`. NaN if any R is."""
-    every = every_response(policy.space, prompt, temperature)
+    every = enumerate_responses(policy.space, prompt, temperature)
     return (probability(policy, every) * reward).sum().item() / len(prompt)
 
 
-class Table:
+class ResponseTable:
     """Every response to one prompt under the policies of a training step, computed in float64.
 
-    `policy` is trained; `old` gave logp_old (default: the same policy); `sampler` drew the responses
+    `policy` is trained; `old` gave logp_old (default: the same policy); `behavior_policy` sampled the responses
     (default: `old`); `reference` is the policy that a KL is measured to; `value` is a critic's value of every
     state (default: the exact V); `problem` is the identity of a prompt that is not its own problem. Where the task has
     an environment, every conversation is enumerated with all that the environment may do. Gradients are with respect
@@ -213,7 +213,7 @@ class Table:
         task: EnumerableTask,
         temperature: float = 1.0,
         old: Policy | None = None,
-        sampler: Policy | None = None,
+        behavior_policy: Policy | None = None,
         reference: Policy | None = None,
         value: Float[Tensor, "response state"] | None = None,
         problem: int = 0,
@@ -222,16 +222,16 @@ class Table:
         self.old = self.policy if old is None else _double(old)
         for p, trained in zip(self.old.parameters(), self.policy.parameters(), strict=True):
             p.requires_grad_(trained.requires_grad)
-        self.sampler = self.old if sampler is None else _double(sampler)
+        self.behavior_policy = self.old if behavior_policy is None else _double(behavior_policy)
         self.reference = None if reference is None else _double(reference)
         if getattr(task, "make_environment", lambda: None)() is None:
-            rollouts = every_response(policy.space, prompt.unsqueeze(0), temperature)
-            self.chance = torch.ones(rollouts.mask.shape[1], dtype=torch.float64)
+            rollouts = enumerate_responses(policy.space, prompt.unsqueeze(0), temperature)
+            self.environment_probability = torch.ones(rollouts.mask.shape[1], dtype=torch.float64)
         else:
             prompts = Prompts(prompt.unsqueeze(0), torch.tensor([problem]))
-            rollouts, self.chance = every_episode(task, prompts, temperature)
+            rollouts, self.environment_probability = enumerate_episodes(task, prompts, temperature)
         with torch.no_grad():
-            logp_sampler = action_logprobs(log_probs(self.sampler, rollouts), rollouts)
+            logp_sampler = action_logprobs(log_probs(self.behavior_policy, rollouts), rollouts)
             logp_old = action_logprobs(log_probs(self.old, rollouts), rollouts)
         scores = _scored(task, rollouts)
         self.batch = to_batch(
@@ -249,7 +249,7 @@ class Table:
     @property
     def probability(self) -> Float[Tensor, "response"]:
         """p(y) under the policy that drew the responses, times the probability of what its environment did."""
-        return self.batch.logp_sampler.sum(-1).exp()[0] * self.chance
+        return self.batch.logp_sampler.sum(-1).exp()[0] * self.environment_probability
 
     @cached_property
     def expected_reward(self) -> float:
@@ -262,7 +262,7 @@ class Table:
         return self.differentiate(self._expected())
 
     def _expected(self) -> Float[Tensor, ""]:
-        return (probability(self.policy, self.batch) * self.chance * self.batch.reward.sum(-1)).sum()
+        return (probability(self.policy, self.batch) * self.environment_probability * self.batch.reward.sum(-1)).sum()
 
     @cached_property
     def exact_value(self) -> Float[Tensor, "response state"]:
@@ -270,7 +270,7 @@ class Table:
         mask, p = self.batch.mask[0], self.probability
         reward = per_token_reward(self.batch, self.batch.reward)
         to_go = torch.nn.functional.pad(reward_to_go(reward)[0], (0, 1))
-        tokens = torch.where(self.batch.present[0], self.batch.response[0], NEVER)
+        tokens = torch.where(self.batch.present[0], self.batch.response[0], NO_END_TOKEN)
         values = []
         for t in range(mask.shape[-1] + 1):
             _, which = tokens[:, :t].unique(dim=0, return_inverse=True) if t else (None, torch.zeros(len(p)).long())
@@ -303,13 +303,13 @@ class Table:
         """∂/∂θ of every token's `logp` (its score), `entropy` or `kl_full`."""
         if name not in self._jacobians:
             size, parameters = self.batch.mask.numel(), sum(p.numel() for p in self._parameters)
-            if size * parameters > MOST_NUMBERS:
+            if size * parameters > MAX_JACOBIAN_SIZE:
                 raise ConfigError(
                     f"the gradients of {size:,} tokens by {parameters:,} parameters are {size * parameters:,} numbers, "
-                    f"but at most {MOST_NUMBERS:,} are allowed: use a smaller policy, vocabulary or length limit"
+                    f"but at most {MAX_JACOBIAN_SIZE:,} are allowed: use a smaller policy, vocabulary or length limit"
                 )
             values: Tensor = getattr(self.outputs(frozenset({name})), name)
-            parts = torch.arange(size).split(max(1, AT_ONCE // size))
+            parts = torch.arange(size).split(max(1, JACOBIAN_CHUNK // size))
             options = {"retain_graph": True, "is_grads_batched": True, "materialize_grads": True}
             rows = []
             for part in parts:
@@ -318,16 +318,16 @@ class Table:
             self._jacobians[name] = torch.cat(rows).unflatten(0, values.shape[1:])
         return self._jacobians[name]
 
-    def filled(self, needs: frozenset[str]) -> Batch:
+    def batch_with_fields(self, needs: frozenset[str]) -> Batch:
         """The batch with the fields that an algorithm needs, computed by the library's own sampler and learner."""
         if needs & {"logp_ref", "kl_full"} and self.reference is None:
             raise ConfigError(
-                "the algorithm needs a reference policy, but the table has none: pass Table(reference=...)"
+                "the algorithm needs a reference policy, but the table has none: pass ResponseTable(reference=...)"
             )
         missing = needs.difference(self._fields)
         if "reward_greedy" in missing:
-            sampler = SmallPolicyEngine(self.sampler, self.batch.temperature, torch.Generator())
-            reward = _scored(self.task, sampler.generate(Prompts.of(self.batch.prompt), 1, greedy=True)).reward
+            engine = SmallPolicyEngine(self.behavior_policy, self.batch.temperature, torch.Generator())
+            reward = _scored(self.task, engine.generate(Prompts.of(self.batch.prompt), 1, greedy=True)).reward
             self._fields["reward_greedy"] = reward.sum(-1, keepdim=True).to(self.batch.reward.dtype)
         if "value" in missing:
             self._fields["value"] = self.exact_value.unsqueeze(0)

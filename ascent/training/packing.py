@@ -1,6 +1,6 @@
 """A language model's forward pass: hidden states of packed sequences with shared prompts, or of padded sequences.
 
-`model_verification.prove` compares both with the model's own forward pass before a model is used.
+`model_verification.verify_model` compares both with the model's own forward pass before a model is used.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def _pairs(loaded: LoadedPolicy, task: BoundTask, count: int, seed: int, label: 
     for _ in range(-(-MAX_PROMPTS_PER_PAIR * count // batch_prompts)):
         prompts = task.draw(batch_prompts, generator)
         refuse_turns(prompts)
-        if engine is None or loaded.backend.words:  # an engine is sized for its prompts
+        if engine is None or loaded.backend.uses_text:  # an engine is sized for its prompts
             engine = loaded.sampler(prompts, int(torch.randint(2**31, (1,), generator=generator)))
         rollouts = engine.generate(prompts, 2)
         prefers = _by_reward(task, rollouts) if label is None else None
@@ -250,7 +250,7 @@ def read_candidates(path: Path) -> list[Pair]:
 
 def sample_candidates(loaded: LoadedPolicy, prompts: int, samples: int, seed: int) -> list[Row]:
     """Sample `samples` responses to each of `prompts` training prompts, reproducibly by the seed."""
-    if not loaded.backend.words:
+    if not loaded.backend.uses_text:
         raise ConfigError(f"{loaded.run}: a judge needs text, and this policy does not generate text")
     rows = []
     with closing(loaded.task()) as task:

@@ -249,7 +249,7 @@ def answer_prompts(
     task = loaded.unscored_task()
     typed, words = task.encode_prompts(prompts, plain)
     rollouts = loaded.sampler(typed, seed).generate(typed, count, greedy)
-    if loaded.backend.words:  # a typed prompt has no answer to score by
+    if loaded.backend.uses_text:  # a typed prompt has no answer to score by
         rows = [row for i, prompt in enumerate(words) for row in unscored_response_rows(task, prompt, rollouts, i)]
         conversation_rows = conversations(task, unscored(rollouts))
         return [row | turns for row, turns in zip(rows, conversation_rows, strict=True)]

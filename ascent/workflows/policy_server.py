@@ -57,7 +57,7 @@ class PolicyServer:
         from ascent.server.endpoint import Endpoint
         from ascent.server.open_sessions import SessionSettings
 
-        if not loaded.backend.words:
+        if not loaded.backend.uses_text:
             loaded.backend.serving_engine(
                 loaded.config, loaded.policy, serving.context, 0
             )  # raises a ConfigError with the reason

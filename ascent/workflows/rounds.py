@@ -75,7 +75,7 @@ class Rounds:
         self.backend.check(config)
         self.reward_model_config(Path("pairs.jsonl"), 1)  # raise errors of later parts now
         if plan.judge is not None:
-            if not self.backend.words:
+            if not self.backend.uses_text:
                 raise ConfigError("--judge needs a text task: leave it out, and the true reward labels the pairs")
             read_judge(plan.judge).validated()
         if any(not source.startswith("judge:") for source in self.backend.reward_sources(config.task)):

@@ -32,7 +32,7 @@ def run_all(configs: Mapping[str, Config], seeds: list[int], out: Path, jobs: in
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot write there ({error.strerror})") from None
-    configs = backend_of(next(iter(configs.values()))).comparable(configs)
+    configs = backend_of(next(iter(configs.values()))).align_precision(configs)
     slugs = {name: "-".join(re.sub(r"[^\w.+-]|_", " ", name).split()) for name in configs}
     folders = {(name, seed): out / f"{slugs[name]}-s{seed}" for seed in seeds for name in configs}
     workers = ProcessPoolExecutor(jobs, get_context("spawn"), end_with_parent)

@@ -34,7 +34,7 @@ def processes(folder: Path, ticks: dict[int, int]) -> Path:
     ],
 )
 def test_a_share_is_what_is_free_or_an_equal_part(every: int, others: list[float], mine: int) -> None:
-    assert cpu_threads.share(every, others) == mine
+    assert cpu_threads.fair_share(every, others) == mine
 
 
 def test_those_that_compute_are_told_from_those_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,12 +44,12 @@ def test_those_that_compute_are_told_from_those_that_wait(tmp_path: Path, monkey
     (tmp_path / "4" / "stat").write_text("damaged")
     later = {1: 2 * second, 2: 50, 3: 7 + second // 10, os.getpid(): second, 5: 900}
     monkeypatch.setattr(cpu_threads.time, "sleep", lambda _: processes(tmp_path, later))
-    assert cpu_threads.computing(tmp_path, 1.0) == [pytest.approx(2.0, rel=0.01)]
-    assert cpu_threads.computing(tmp_path / "none") == []
+    assert cpu_threads.busy_cores(tmp_path, 1.0) == [pytest.approx(2.0, rel=0.01)]
+    assert cpu_threads.busy_cores(tmp_path / "none") == []
 
 
 def test_a_run_takes_its_share_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_threads, "computing", lambda _proc: [2.0])
+    monkeypatch.setattr(cpu_threads, "busy_cores", lambda _proc: [2.0])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     config = configure("lecture", {})
@@ -65,4 +65,4 @@ def test_a_run_takes_its_share_and_says_so(tmp_path: Path, monkeypatch: pytest.M
 def test_where_nobody_else_computes_all_threads_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert cpu_threads.free_threads(tmp_path) == (4, "")
+    assert cpu_threads.choose_num_threads(tmp_path) == (4, "")

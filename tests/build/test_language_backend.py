@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ascent.build import precision
 from ascent.build.backend import InitialParams
 from ascent.build.backends import backend_of
-from ascent.build.language_backend import LanguageBackend, in_shards
+from ascent.build.language_backend import LanguageBackend, shards_state
 from ascent.build.language_reward_model import HEAD
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.config import Config
@@ -92,20 +92,20 @@ def test_a_serving_engine_is_refused_where_nothing_is_sampled(tmp_path: Path) ->
 
 def test_state_is_sharded_where_one_gpu_cannot_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, auto = model_of(), config_of()
-    assert not in_shards(auto, lm, SINGLE_PROCESS)
-    assert not in_shards(auto, lm, Two()), "a CPU is not asked"
-    assert in_shards(config_of(**{"ranks.shard": "shard"}), lm, Two())
-    assert not in_shards(config_of(**{"ranks.shard": "replicate"}), lm, Two())
+    assert not shards_state(auto, lm, SINGLE_PROCESS)
+    assert not shards_state(auto, lm, Two()), "a CPU is not asked"
+    assert shards_state(config_of(**{"ranks.shard": "shard"}), lm, Two())
+    assert not shards_state(config_of(**{"ranks.shard": "replicate"}), lm, Two())
 
     monkeypatch.setattr(type(lm), "device", torch.device("cuda"))
     state = STATE_BYTES_PER_PARAM * sum(p.numel() for p in lm.model.parameters())
     gpu = SimpleNamespace(total_memory=state / ACTIVATION_FRACTION - 100)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    assert in_shards(auto, lm, Two())
-    assert not in_shards(auto, lm, Ranks()), "one rank has nobody to share with"
-    assert not in_shards(config_of(algorithm="trpo"), lm, Two())
+    assert shards_state(auto, lm, Two())
+    assert not shards_state(auto, lm, Ranks()), "one rank has nobody to share with"
+    assert not shards_state(config_of(algorithm="trpo"), lm, Two())
     gpu.total_memory = state / ACTIVATION_FRACTION + 100
-    assert not in_shards(auto, lm, Two())
+    assert not shards_state(auto, lm, Two())
 
 
 @pytest.fixture
@@ -217,15 +217,15 @@ def test_a_model_whose_prompts_cannot_be_shared_says_so_if_that_was_asked_for(sh
 
 def test_a_model_that_crowds_its_gpu_gets_bfloat16_state(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, config = model_of(dtype=torch.float16), config_of()
-    monkeypatch.setattr(precision, "largest_activation", lambda _: 1.0)
-    assert precision.precision_of(config, lm) == ("float16", None)
+    monkeypatch.setattr(precision, "max_activation", lambda _: 1.0)
+    assert precision.choose_precision(config, lm) == ("float16", None)
     monkeypatch.setattr(type(lm), "device", torch.device("cuda"))
     taken = static_bytes(lm, False, None)
     gpu = SimpleNamespace(total_memory=int(taken / precision.COMPACT_THRESHOLD) + 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    assert precision.precision_of(config, lm) == ("float16", None)
+    assert precision.choose_precision(config, lm) == ("float16", None)
     frozen = replace(config, algorithm=replace(config.algorithm, reference=ALGORITHMS["rloo"].reference))
     why = "bfloat16 state, which fits the GPU, is for parameters in bfloat16"
-    assert precision.precision_of(frozen, lm) == ("auto", why)
+    assert precision.choose_precision(frozen, lm) == ("auto", why)
     gpu.total_memory -= 20
-    assert precision.precision_of(config, lm) == ("auto", why)
+    assert precision.choose_precision(config, lm) == ("auto", why)

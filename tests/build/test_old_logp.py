@@ -13,7 +13,7 @@ from conftest import SAMPLED, batch_of
 import ascent as library
 from ascent import api
 from ascent.build.assemble import assemble
-from ascent.build.old_logp import Effect, can_matter, resolve
+from ascent.build.old_logp import Effect, needs_measurement, resolve
 from ascent.core.algorithms import ALGORITHMS, Algorithm
 from ascent.core.config import Config
 from ascent.core.types import Batch
@@ -61,9 +61,9 @@ def test_the_effect_on_a_loss_is_measured_on_the_loss_itself() -> None:
     logp = torch.zeros(1, 2, 3)
     noise, counted = torch.full_like(logp, -0.1), torch.ones_like(logp, dtype=torch.bool)
     free = Effect.of(ALGORITHMS["trpo"].loss, logp, noise, counted)
-    assert free.changed == pytest.approx(0.10517, abs=1e-4) and free.clipped == 0
+    assert free.grad_change == pytest.approx(0.10517, abs=1e-4) and free.clipped_fraction == 0
     clipped = Effect.of(configure("sort", {"loss": "clipped", "loss.high": 0.05}).algorithm.loss, logp, noise, counted)
-    assert (clipped.changed, clipped.clipped) == (1.0, 1.0)
+    assert (clipped.grad_change, clipped.clipped_fraction) == (1.0, 1.0)
     assert Effect.of(ALGORITHMS["reinforce"].loss, logp, noise, counted) == Effect(0.0, 0.0)
 
 
@@ -102,7 +102,7 @@ def test_a_correction_that_rejects_responses_by_their_geometric_mean_is_warned_o
 @pytest.mark.long
 def test_float32_has_no_gap_to_measure() -> None:
     def asked(dtype: torch.dtype, **settings: Any) -> bool:
-        return can_matter(configure("sort", settings), dtype)
+        return needs_measurement(configure("sort", settings), dtype)
 
     ratio = [name for name in SAMPLED if asked(torch.bfloat16, algorithm=name)]
     assert set(SAMPLED) - set(ratio) == {"reinforce", "reinforce-baseline", "best-only", "rloo", "actor-critic"}

@@ -14,7 +14,7 @@ import ascent
 from ascent.build import precision
 from ascent.build.assemble import assemble
 from ascent.build.backends import backend_of
-from ascent.build.precision import largest_activation, why_not_float16
+from ascent.build.precision import float16_obstacle, max_activation
 from ascent.build.preflight import precision_line
 from ascent.settings import configure
 from ascent.workflows.loaded_policy import export
@@ -27,7 +27,7 @@ FEW = {"prompts": 2, "samples": 3, "max_tokens": 6, "steps": 2, "eval_prompts": 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "_why_not_here", lambda _: None)
+    monkeypatch.setattr(precision, "_device_obstacle", lambda _: None)
 
 
 def config(model: Path, **more: Any) -> Any:
@@ -53,29 +53,29 @@ def config(model: Path, **more: Any) -> Any:
     ids=str,
 )
 def test_where_float16_is_taken(more: dict[str, Any], why: str | None, tiny_folder: Path) -> None:
-    told = why_not_float16(config(tiny_folder, **more))
+    told = float16_obstacle(config(tiny_folder, **more))
     assert told is None if why is None else why in str(told)
 
 
 @pytest.mark.usefixtures("card")
 def test_neither_several_ranks_nor_a_cpu_take_it(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "is_torchrun_process", lambda: True)
-    assert "ranks" in str(why_not_float16(config(tiny_folder)))
+    assert "ranks" in str(float16_obstacle(config(tiny_folder)))
     monkeypatch.undo()
-    assert "GPU" in str(why_not_float16(config(tiny_folder)))
+    assert "GPU" in str(float16_obstacle(config(tiny_folder)))
 
 
 def test_the_largest_activation_is_at_least_that_of_any_layer() -> None:
     lm = model_of(dtype=torch.float32)
-    ids = torch.randint(lm.vocab_size, precision.PROBE, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(lm.vocab_size, precision.PROBE_SHAPE, generator=torch.Generator().manual_seed(0))
     ids[0, 0] = lm.eos_token_id
     with torch.no_grad():
         states = lm.model(input_ids=ids, output_hidden_states=True).hidden_states
-    found = largest_activation(lm)
+    found = max_activation(lm)
     assert max(float(state.abs().max()) for state in states) * (1 - 1e-6) <= found < float("inf")
     assert not lm.backbone._forward_hooks, "nothing is left behind"
     lm.model.get_input_embeddings().weight.data[:] = torch.nan
-    assert largest_activation(lm) == float("inf")
+    assert max_activation(lm) == float("inf")
 
 
 @pytest.mark.usefixtures("card")
@@ -105,7 +105,7 @@ def test_a_run_says_what_it_chose_and_an_earlier_one_continues_as_it_began(
 
     earlier = train("earlier")
     with monkeypatch.context() as patched:
-        patched.setattr(precision, "_why_not_here", lambda _: None)
+        patched.setattr(precision, "_device_obstacle", lambda _: None)
         run = train("new")
         assert ascent.resume(earlier, from_step=1).config.policy.dtype == "float32"
     assert run.config.policy.dtype == "float16"
@@ -125,10 +125,10 @@ def test_a_run_says_what_it_chose_and_an_earlier_one_continues_as_it_began(
 def test_what_is_compared_is_in_one_precision(tiny_folder: Path) -> None:
     both = {name: config(tiny_folder, algorithm=name) for name in ("grpo", "rloo", "ppo")}
     backend = backend_of(both["ppo"])
-    dtypes = {name: one.policy.dtype for name, one in backend.comparable(both).items()}
+    dtypes = {name: one.policy.dtype for name, one in backend.align_precision(both).items()}
     assert dtypes == {"grpo": "bfloat16", "rloo": "bfloat16", "ppo": "auto"}, "which is bfloat16 with a critic"
     del both["ppo"]
-    assert backend.comparable(both) is both
+    assert backend.align_precision(both) is both
     began = replace(both["grpo"], policy=replace(both["grpo"].policy, dtype="float16"))
     assert _is_run_of(both["grpo"], began) and not _is_run_of(began, both["grpo"]), "and it is found again"
 

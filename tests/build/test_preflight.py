@@ -10,7 +10,7 @@ import torch
 
 from ascent.build import preflight
 from ascent.build.backend import PreflightReport
-from ascent.build.preflight import EXACT, memory, report_memory, report_reward, report_sample
+from ascent.build.preflight import EXACT_PARTS, memory_bytes, report_memory, report_reward, report_sample
 from ascent.core.config import Config
 from ascent.core.protocols import Task
 from ascent.core.types import Prompts, Rollouts, Scores, Space
@@ -48,14 +48,14 @@ def test_memory_of_a_host_that_does_not_say_how_much_it_has(tmp_path: Path, monk
     config = config_of()
     learner, silent = learner_of(config), tmp_path / "silent"
     silent.write_text("MemTotal: 100 kB\nMemFree: 100 kB\n")
-    total = sum(memory(config, learner, 2).values())
+    total = sum(memory_bytes(config, learner, 2).values())
     for meminfo in (silent, tmp_path / "missing"):
         report = reported(config, learner, meminfo, monkeypatch)
         assert report.lines == [
             f"memory     about {mebibytes(total)}; how much is there is not known",
             "           computed in float32 (--policy.dtype)",
         ]
-        assert not report.refusals and not report.warnings
+        assert not report.errors and not report.warnings
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ def test_a_run_whose_state_does_not_fit_is_refused_with_what_helps(
 ) -> None:
     config, meminfo = config_of(**settings), tmp_path / "meminfo"
     learner = learner_of(config, dtype)
-    parts = memory(config, learner, 2)
+    parts = memory_bytes(config, learner, 2)
     meminfo.write_text("MemTotal: 100 kB\nMemAvailable: 1 kB\n")
     report = reported(config, learner, meminfo, monkeypatch)
-    sure = sum(parts[name] for name in EXACT)
+    sure = sum(parts[name] for name in EXACT_PARTS)
     there = parts["parameters"] + 1024
     assert sure > there
-    assert report.refusals == [MESSAGE.format(sure=mebibytes(sure), there=mebibytes(there)) + advice]
+    assert report.errors == [MESSAGE.format(sure=mebibytes(sure), there=mebibytes(there)) + advice]
     assert not report.warnings
 
 
@@ -97,13 +97,13 @@ def test_a_run_whose_activations_may_not_fit_is_warned_of(
 ) -> None:
     config, meminfo = config_of(**settings), tmp_path / "meminfo"
     learner = learner_of(config)
-    parts = memory(config, learner, 2)
-    total, sure = sum(parts.values()), sum(parts[name] for name in EXACT)
+    parts = memory_bytes(config, learner, 2)
+    total, sure = sum(parts.values()), sum(parts[name] for name in EXACT_PARTS)
     for there, warnings in ((sure, [FITS + advice]), (total, [])):
         needed = -(-(there - parts["parameters"]) // 1024)
         meminfo.write_text(f"MemAvailable: {needed} kB\n")
         report = reported(config, learner, meminfo, monkeypatch)
-        assert (report.warnings, report.refusals) == (warnings, [])
+        assert (report.warnings, report.errors) == (warnings, [])
 
 
 # ---- the reward
@@ -134,7 +134,7 @@ def test_a_reward_that_fails_its_self_test_is_warned_of_or_refused(
     assert report.lines == [f"reward     {head}", *(f"           {line}" for line in failures)]
     assert report.warnings == ["the reward failed part of its self-test, above"] * warned
     noise = "The reward failed its self-test, so training would learn from noise. "
-    assert report.refusals == [noise + line for line in failures[:1]] * refused
+    assert report.errors == [noise + line for line in failures[:1]] * refused
 
 
 class PartlyFailing(Task):

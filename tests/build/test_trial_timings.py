@@ -13,7 +13,7 @@ from language import model_of, prompts_of, sampler_of
 from ascent.build import trial_timings
 from ascent.build.trial_timings import (
     TimedCall,
-    duration,
+    format_duration,
     sampling_costs,
     sampling_seconds,
     update_rate,
@@ -86,10 +86,10 @@ def test_an_update_counts_its_epochs_its_critic_and_what_is_scored(tiny_folder: 
 
 
 def test_a_call_counts_prompts_steps_and_tokens() -> None:
-    rollouts, call = trial_timings.timed(sampler_of(model_of(), rows=5), Prompts.of(prompts_of()), 4, 6)
+    rollouts, call = trial_timings.time_generation(sampler_of(model_of(), rows=5), Prompts.of(prompts_of()), 4, 6)
     length = rollouts.mask.sum(-1)
     assert call[1:] == (3, int(length.max()), int(length.sum())) and call.seconds > 0 and call.steps == 6
 
 
 def test_durations_are_said_in_their_own_unit() -> None:
-    assert [duration(x) for x in (0.0123, 4.56, 99, 150, 7200)] == ["0.012 s", "4.6 s", "99 s", "2 min", "2.0 h"]
+    assert [format_duration(x) for x in (0.0123, 4.56, 99, 150, 7200)] == ["0.012 s", "4.6 s", "99 s", "2 min", "2.0 h"]

@@ -32,7 +32,7 @@ from ascent.core.values import GAE, TD, VALUES, KStep, MonteCarlo, Valued, VTrac
 from ascent.core.weights import SequenceSum, TokenMean
 from ascent.models import Policy
 from ascent.oracle.estimator import estimate
-from ascent.oracle.exact import Table
+from ascent.oracle.exact import ResponseTable
 
 
 def random_batch(seed: int, per_token: bool, holes: bool, prompts: int = 2, samples: int = 3, width: int = 6) -> Batch:
@@ -290,12 +290,12 @@ def test_with_the_exact_v_every_credit_is_unbiased_and_with_a_wrong_one_only_mon
     space: Space, reward: Any
 ) -> None:
     policy, prompt, task = oracle_policy(space), prompt_of(space), Tiny(space, reward)
-    exact = Table(policy, prompt, task)
+    exact = ResponseTable(policy, prompt, task)
     for credit in [*SPREAD, MonteCarlo(bootstrap=True)]:
         torch.testing.assert_close(estimate(exact, of(credit), 1).mean, exact.gradient, rtol=0, atol=1e-10)
     # A wrong value is still one of a state: it depends on the tokens so far, and on nothing after them.
     so_far = torch.nn.functional.pad(exact.batch.response[0].cumsum(-1), (1, 0)).double()
-    wrong = Table(policy, prompt, task, value=0.5 * exact.exact_value + torch.sin(1 + so_far))
+    wrong = ResponseTable(policy, prompt, task, value=0.5 * exact.exact_value + torch.sin(1 + so_far))
     credits = SPREAD if space is RAGGED else [c for c in SPREAD if c != KStep(k=2)]  # which is Monte Carlo there
     biases = {repr(credit): estimate(wrong, of(credit), 1).bias(exact.gradient) for credit in credits}
     assert biases.pop(repr(MonteCarlo())) < 1e-10
@@ -312,11 +312,13 @@ def test_v_trace_follows_the_trainer_where_gae_follows_the_sampler() -> None:
     Q^π(s_t, a_t) − V(s_t), Q^π of the policy that trains; GAE's is that of the sampler. Enumerated, token by token.
     """
     policy = oracle_policy(RAGGED)
-    exact = Table(policy, prompt_of(RAGGED), Tiny(RAGGED, a_point_each))
-    found = Table(policy, prompt_of(RAGGED), Tiny(RAGGED, a_point_each), old=policy, sampler=moved(policy, 1.0, 0.5))
+    exact = ResponseTable(policy, prompt_of(RAGGED), Tiny(RAGGED, a_point_each))
+    found = ResponseTable(
+        policy, prompt_of(RAGGED), Tiny(RAGGED, a_point_each), old=policy, behavior_policy=moved(policy, 1.0, 0.5)
+    )
     response, mask = found.batch.response[0], found.batch.mask[0]
     so_far = torch.nn.functional.pad(response.cumsum(-1), (1, 0)).double()
-    batch = found.filled(frozenset({"value", "logp_old"})).add(value=torch.sin(1 + so_far).unsqueeze(0))
+    batch = found.batch_with_fields(frozenset({"value", "logp_old"})).add(value=torch.sin(1 + so_far).unsqueeze(0))
     to_go = batch.reward[0].flip(-1).cumsum(-1).flip(-1)
     off = {}
     for credit in (VTrace(1.0, 1.0, 1e9, 1e9), GAE(1.0, 1.0)):
@@ -343,9 +345,11 @@ class UpToHere(Correction):
 def test_v_trace_is_exact_where_nothing_is_cut_and_states_are_weighted_too() -> None:
     """On another policy's samples with any V. With token weights, as in the paper, the states stay the sampler's."""
     policy, prompt, task = oracle_policy(RAGGED), prompt_of(RAGGED), Tiny(RAGGED, a_point_each)
-    gradient = Table(policy, prompt, task).gradient
-    so_far = torch.nn.functional.pad(Table(policy, prompt, task).batch.response[0].cumsum(-1), (1, 0)).double()
-    found = Table(policy, prompt, task, old=policy, sampler=moved(policy, 1.0, 0.5), value=torch.sin(1 + so_far))
+    gradient = ResponseTable(policy, prompt, task).gradient
+    so_far = torch.nn.functional.pad(ResponseTable(policy, prompt, task).batch.response[0].cumsum(-1), (1, 0)).double()
+    found = ResponseTable(
+        policy, prompt, task, old=policy, behavior_policy=moved(policy, 1.0, 0.5), value=torch.sin(1 + so_far)
+    )
 
     def bias(credit: Any, correction: Any) -> float:
         return estimate(found, Algorithm(credit, critic=OwnCritic(), correction=correction), 1).bias(gradient)
@@ -358,7 +362,7 @@ def test_v_trace_is_exact_where_nothing_is_cut_and_states_are_weighted_too() -> 
 
 def test_the_exact_v_by_hand() -> None:
     """Two independent positions, one point each: before the first token P(right) of both, then what is still open."""
-    found = Table(oracle_policy(INDEPENDENT), prompt_of(INDEPENDENT), Tiny(INDEPENDENT, positions))
+    found = ResponseTable(oracle_policy(INDEPENDENT), prompt_of(INDEPENDENT), Tiny(INDEPENDENT, positions))
     p, response = found.probability, found.batch.response[0]
     target = prompt_of(INDEPENDENT).sort().values
     chance = [float(p[response[:, i] == target[i]].sum()) for i in range(2)]
@@ -372,7 +376,7 @@ def test_the_exact_v_by_hand() -> None:
 
 @pytest.mark.long
 def test_values_lower_the_variance() -> None:
-    found = Table(oracle_policy(RAGGED), prompt_of(RAGGED), Tiny(RAGGED, positions))
+    found = ResponseTable(oracle_policy(RAGGED), prompt_of(RAGGED), Tiny(RAGGED, positions))
     variance = {
         name: estimate(found, a, 2).variance
         for name, a in {

@@ -23,7 +23,7 @@ import ascent
 from ascent.build.assemble import assemble
 from ascent.build.backends import backend_of
 from ascent.build.language_reward_model import add_head, response_scores
-from ascent.build.launch import refuse_other
+from ascent.build.launch import check_same_settings
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.errors import ConfigError
 from ascent.core.types import Batch, Terms
@@ -637,5 +637,5 @@ def test_ranks_that_were_started_with_other_settings_are_refused_by_name() -> No
     one = configure("lecture", {}).to_dict()
     other = configure("lecture", {"samples": 12}).to_dict()
     with pytest.raises(ConfigError, match=r"rank 1 was started with samples = 12, and rank 0 with 10"):
-        refuse_other(one, other, 1)
-    refuse_other(one, dict(one), 1)
+        check_same_settings(one, other, 1)
+    check_same_settings(one, dict(one), 1)

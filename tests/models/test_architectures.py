@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ascent.build.language_backend import _positions
 from ascent.build.language_reward_model import LanguageRewardModel, add_head
-from ascent.build.model_verification import prove
+from ascent.build.model_verification import verify_model
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.errors import ConfigError
 from ascent.core.types import Batch, Prompts, Rollouts
@@ -73,7 +73,7 @@ def test_dropout_is_off_in_policy_and_critic_with_and_without_checkpointing(kind
     lm, batch, row = model_of(kind, dtype=torch.float32, dropout=0.5), batch_of(), ALGORITHMS["reinforce"]
     with torch.no_grad():
         own = own_log_probs(lm, batch)
-    prove(lm, 12, sampled=False)
+    verify_model(lm, 12, sampled=False)
     critic = LanguageCritic(lm, shared=False)
     torch.nn.init.ones_(critic.head.weight)
     values: list[Tensor] = []
@@ -126,7 +126,7 @@ def test_a_model_in_float64_is_the_one_in_float32(kind: str) -> None:
 def test_log_probs_are_the_models_own_past_every_window(kind: str) -> None:
     """Of the learner and of the sampler, for prompts of 14 and 12 tokens; windows and chunks have 16."""
     lm, batch = model_of(kind, dtype=torch.float32), batch_of(((9, 2), (1, 8)), prompt=14)
-    prove(lm, 14 + 9)
+    verify_model(lm, 14 + 9)
     scored = learner_of(lm).score(batch, frozenset({"logp_old"}))["logp_old"]
     drawn = rewarded(sampler_of(lm, limit=9, rows=3).generate(Prompts.of(batch.prompt), 2))
     with torch.no_grad():
@@ -138,15 +138,15 @@ def test_log_probs_are_the_models_own_past_every_window(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["Gemma3", "Gemma3Text", "Llama4Text"])
 def test_the_window_of_a_text_config_and_a_chunk_are_seen(kind: str) -> None:
     lm = model_of(kind, dtype=torch.float32)
-    assert prove(lm, 16) is None
-    assert "sees 16 tokens, and there may be 17" in str(prove(lm, 17))
+    assert verify_model(lm, 16) is None
+    assert "sees 16 tokens, and there may be 17" in str(verify_model(lm, 17))
 
 
 def test_a_reward_model_rates_texts_longer_than_its_own_training_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trained on texts that fit its window, it shares prompts, until a text is longer."""
     lm = add_head(model_of("Mistral", dtype=torch.float32))
     torch.nn.init.ones_(lm.model.rating.weight)
-    prove(lm, 12, sampled=False)
+    verify_model(lm, 12, sampled=False)
     config = configure("countdown", {"model": "tiny", "max_prompt": 8, "max_tokens": 4})
     model, prompt = LanguageRewardModel(lm, config, 8), list(range(4, 30))
     monkeypatch.setattr(lm, "encode", lambda _: prompt)
@@ -159,7 +159,7 @@ def test_a_reward_model_rates_texts_longer_than_its_own_training_had(monkeypatch
 
 @pytest.mark.parametrize("more", [{}, {"use_sliding_window": True, "max_window_layers": 3}])
 def test_a_window_that_no_layer_has_is_none(more: dict[str, Any]) -> None:
-    assert prove(model_of("Qwen2", sliding_window=16, **more), 40) is None
+    assert verify_model(model_of("Qwen2", sliding_window=16, **more), 40) is None
 
 
 def test_a_model_of_several_parts_is_measured_by_its_text_part() -> None:
@@ -198,19 +198,19 @@ CHANGING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", CHANGING)
 def test_positions_that_depend_on_the_length_are_refused_past_their_length(kind: str) -> None:
     lm = model_of(kind, **CHANGING[kind])
-    assert prove(lm, 16) is None
+    assert verify_model(lm, 16) is None
     with pytest.raises(ConfigError, match=r"angles in texts of more than 16 tokens.*--max-tokens to 16 together"):
-        prove(lm, 17)
+        verify_model(lm, 17)
 
 
 def test_positions_that_do_not_depend_on_the_length_are_not_refused() -> None:
     scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    assert prove(model_of(rope_parameters=scaled | {"original_max_position_embeddings": 16}), 40) is None
+    assert verify_model(model_of(rope_parameters=scaled | {"original_max_position_embeddings": 16}), 40) is None
 
 
 def test_a_model_that_looks_ahead_is_refused() -> None:
     with pytest.raises(ConfigError, match="depends on the tokens behind it"):
-        prove(model_of("Bert", dtype=torch.float32, is_decoder=False))
+        verify_model(model_of("Bert", dtype=torch.float32, is_decoder=False))
 
 
 # ---- adapters ----------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_adapters_on_the_head_or_on_nothing_are_refused(targets: str, tied: bool
 def test_every_adapter_is_trained(targets: str, count: int, tmp_path: Path) -> None:
     folder = write_tiny(tmp_path, tie_word_embeddings=False)
     lm, row = CausalLM(str(folder), device="cpu", lora=4, lora_targets=targets).load(), ALGORITHMS["reinforce"]
-    prove(lm, 12)
+    verify_model(lm, 12)
     learner_of(lm).step(batch_of(), row.objective, Adam(lr=1e-2))
     moved = [name for name, p in lm.trained().items() if "_B" in name and bool((p != 0).any())]
     assert len(moved) == len(lm.trained()) / 2 == count

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 from ascent.build import model_verification
-from ascent.build.model_verification import prove
+from ascent.build.model_verification import verify_model
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.errors import ConfigError
 from ascent.models import LanguageModel
@@ -96,7 +96,7 @@ def test_a_model_that_clamps_is_trained_with_its_own_log_probs() -> None:
     lm, batch = LanguageModel(model, Tokens()), batch_of()
     with torch.no_grad():
         own = own_log_probs(lm, batch)
-    prove(lm, 12, sampled=False, fused=True)
+    verify_model(lm, 12, sampled=False, fused=True)
     learner = learner_of(lm)
     learner.gradient(batch, ALGORITHMS["reinforce"].objective)
     assert float((learner._logp[0][batch.mask] - own).abs().max()) < 1e-3
@@ -114,7 +114,7 @@ def test_what_differs_only_in_the_whole_model_is_not_fused() -> None:
     mlp.__class__ = Odd
     with torch.no_grad():
         own = own_log_probs(lm, batch)
-    assert prove(lm, 12, fused=True) is None
+    assert verify_model(lm, 12, fused=True) is None
     learner = learner_of(lm)
     learner.gradient(batch, ALGORITHMS["reinforce"].objective)
     assert float((learner._logp[0][batch.mask] - own).abs().max()) < 1e-3
@@ -122,7 +122,7 @@ def test_what_differs_only_in_the_whole_model_is_not_fused() -> None:
 
 def test_a_plain_model_is_fused_and_says_so() -> None:
     lm = model_of(dtype=torch.float32)
-    assert prove(lm, 12, fused=True) is None and lm.can_fuse_layers
+    assert verify_model(lm, 12, fused=True) is None and lm.can_fuse_layers
     assert "forward" in vars(lm.backbone.layers[0].mlp), "its own forward was replaced"
 
 
@@ -139,7 +139,7 @@ def test_a_wrong_scale_is_found_in_half_precision(dtype: str, factor: float, mon
         monkeypatch.setattr(model_verification, "hidden_states", lambda *args, by=by, **more: whole(*args, **more) * by)
         if wrong:
             with pytest.raises(ConfigError, match="times as far apart as rounding explains"):
-                prove(lm, 12)
+                verify_model(lm, 12)
         else:
-            assert prove(lm, 12) is None
+            assert verify_model(lm, 12) is None
         assert kept == {name: (p.data_ptr(), p.dtype) for name, p in lm.model.named_parameters()}, "as they were"

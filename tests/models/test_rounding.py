@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ascent.build.model_verification import prove
+from ascent.build.model_verification import verify_model
 from ascent.core.types import Prompts
 from ascent.inference.runners.cuda_graph import CudaGraphRunner, cuda_graph_runner
 from ascent.models import CausalLM, LanguageModel
@@ -57,12 +57,12 @@ def test_what_is_mixed_is_nearer_to_float32_than_bfloat16(kind: str) -> None:
     """On the road of the learner, against transformers' own forward pass in float32."""
     exact = rounded("float32", kind, num_hidden_layers=6)
     batch = batch_of(exact)
-    prove(exact, share=False)
+    verify_model(exact, share=False)
     want = log_probs(exact, batch)
     gaps = {}
     for name in HALF:
         lm = rounded(name, kind, num_hidden_layers=6)
-        assert prove(lm) is None
+        assert verify_model(lm) is None
         gaps[name] = float((log_probs(lm, batch) - want).abs().mean())
     assert 4 * gaps["float16"] < gaps["mixed"] < 0.95 * gaps["bfloat16"]
 
@@ -123,7 +123,7 @@ def test_a_mixed_model_can_be_copied_and_be_plain_again() -> None:
 def test_mixed_is_chosen_by_a_setting(tiny_folder: Path) -> None:
     lm = CausalLM(model=str(tiny_folder), dtype="mixed", device="cpu", lora=2).load(keep_full_precision=True)
     assert is_mixed_precision(lm.model) and lm.model.dtype == torch.bfloat16
-    assert prove(lm) is None
+    assert verify_model(lm) is None
     assert cuda_graph_runner(lm)[0] is not None
     assert not is_mixed_precision(CausalLM(model=str(tiny_folder), dtype="bfloat16", device="cpu").load().model)
 

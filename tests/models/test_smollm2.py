@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ascent.build.model_verification import prove
+from ascent.build.model_verification import verify_model
 from ascent.cli import main as cli
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.types import Prompts, to_batch
@@ -25,7 +25,7 @@ BEGUN = ("Paris is the capital of", "1, 2, 3, 4, 5,")
 @pytest.fixture(scope="module")
 def lm(smollm2: str) -> LanguageModel:
     found = CausalLM(model=smollm2).load()
-    assert prove(found, 1000) is None
+    assert verify_model(found, 1000) is None
     return found
 
 
@@ -58,7 +58,7 @@ def test_it_answers(lm: LanguageModel) -> None:
 def test_sampler_and_learner_agree_and_a_split_changes_nothing(smollm2_short: Path) -> None:
     """Log-probs with the tokens, at no second pass; and one gradient whatever the micro-batch."""
     algorithm, lm = ALGORITHMS["dr-grpo"], CausalLM(model=str(smollm2_short)).load()
-    assert prove(lm, 1000) is None
+    assert verify_model(lm, 1000) is None
     ids = [lm.tokenizer(text, add_special_tokens=False)["input_ids"] for text in BEGUN]
     width = max(map(len, ids))
     prompts = torch.tensor([row + [-1] * (width - len(row)) for row in ids])

@@ -53,8 +53,8 @@ from ascent.core.types import Prompts, Rollouts, Scores, Space, join, to_batch
 from ascent.core.weights import FixedLength, SequenceMean, TokenMean
 from ascent.models import PerPosition
 from ascent.oracle import exact
-from ascent.oracle.estimator import estimate, over_prompts, pick
-from ascent.oracle.exact import Table, all_responses, expected_reward, responses_count, reward_table
+from ascent.oracle.estimator import average_over_prompts, estimate, pick
+from ascent.oracle.exact import ResponseTable, all_responses, count_responses, expected_reward, reward_table
 from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.tasks.small.lecture import Lecture
 from ascent.tasks.small.multi_turn import Guess
@@ -72,7 +72,7 @@ def test_every_response_once() -> None:
     assert len(response) == len({tuple(r[m].tolist()) for r, m in zip(response, mask, strict=True)}) == 15
     assert mask.sum(-1).bincount().tolist() == [0, 1, 2, 12]
     assert int(truncated.sum()) == 8
-    assert [responses_count(s) for s in (RAGGED, INDEPENDENT, Space(1, 7, 1, end=0))] == [15, 9, 7]
+    assert [count_responses(s) for s in (RAGGED, INDEPENDENT, Space(1, 7, 1, end=0))] == [15, 9, 7]
     assert len(all_responses(Space(1, 2, 20, end=0)).response) == 21
 
 
@@ -80,7 +80,7 @@ def test_every_response_once() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_probabilities_are_the_samplers(space: Space, temperature: float) -> None:
     """They sum to 1, and the sampler says the same of what it draws."""
-    found = Table(policy_of(space), prompt_of(space), Tiny(space, positions), temperature)
+    found = ResponseTable(policy_of(space), prompt_of(space), Tiny(space, positions), temperature)
     assert found.probability.sum().item() == pytest.approx(1, abs=1e-12)
     sampler = SmallPolicyEngine(policy_of(space), temperature, torch.Generator().manual_seed(0))
     drawn = sampler.generate(Prompts.of(prompt_of(space).unsqueeze(0)), 50)
@@ -97,31 +97,31 @@ def test_too_large_is_refused_with_its_size() -> None:
     with pytest.raises(ConfigError, match="the group size is 0: set 1 or more"):
         estimate(table(INDEPENDENT), Algorithm(), 0)
     with pytest.raises(ConfigError, match="needs nonsense, which the exact oracle cannot compute"):
-        table(INDEPENDENT).filled(frozenset({"nonsense"}))
+        table(INDEPENDENT).batch_with_fields(frozenset({"nonsense"}))
     with pytest.raises(ConfigError, match="reference"):
-        estimate(Table(policy_of(RAGGED), prompt_of(RAGGED), Tiny(RAGGED, positions)), ALGORITHMS["grpo"], 2)
+        estimate(ResponseTable(policy_of(RAGGED), prompt_of(RAGGED), Tiny(RAGGED, positions)), ALGORITHMS["grpo"], 2)
 
 
 def test_gradients_that_are_too_large_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine responses of two tokens."""
     policy = policy_of(INDEPENDENT)
     size = sum(p.numel() for p in policy.parameters())
-    every = Table(policy, prompt_of(INDEPENDENT), Tiny(INDEPENDENT, positions))
-    monkeypatch.setattr(exact, "MOST_NUMBERS", 18 * size - 1)
+    every = ResponseTable(policy, prompt_of(INDEPENDENT), Tiny(INDEPENDENT, positions))
+    monkeypatch.setattr(exact, "MAX_JACOBIAN_SIZE", 18 * size - 1)
     with pytest.raises(ConfigError, match=f"of 18 tokens by {size:,} parameters are {18 * size:,} numbers"):
         every.jacobian("logp")
-    monkeypatch.setattr(exact, "MOST_NUMBERS", 18 * size)
+    monkeypatch.setattr(exact, "MAX_JACOBIAN_SIZE", 18 * size)
     assert every.jacobian("logp").shape == (9, 2, size)
 
 
 def test_conversations_that_are_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     task = Guess(numbers=3, questions=2)
-    count = len(exact.every_episode(task, task.held_out(1))[1])
-    monkeypatch.setattr(exact, "MOST_RESPONSES", count - 1)
+    count = len(exact.enumerate_episodes(task, task.held_out(1))[1])
+    monkeypatch.setattr(exact, "MAX_RESPONSES", count - 1)
     with pytest.raises(ConfigError, match=f"more than {count - 1:,} conversations: lower"):
-        exact.every_episode(task, task.held_out(1))
-    monkeypatch.setattr(exact, "MOST_RESPONSES", count)
-    assert len(exact.every_episode(task, task.held_out(1))[1]) == count
+        exact.enumerate_episodes(task, task.held_out(1))
+    monkeypatch.setattr(exact, "MAX_RESPONSES", count)
+    assert len(exact.enumerate_episodes(task, task.held_out(1))[1]) == count
 
 
 def test_a_reward_that_fails_has_no_exact_gradient() -> None:
@@ -133,7 +133,7 @@ def test_a_reward_that_fails_has_no_exact_gradient() -> None:
             return replace(scores, valid=valid, errors=("no number", "again"))
 
     with pytest.raises(ConfigError, match=r"failed on 2 of 9; the first: no number\. Fix the reward"):
-        Table(policy_of(INDEPENDENT), prompt_of(INDEPENDENT), Failing(INDEPENDENT, positions))
+        ResponseTable(policy_of(INDEPENDENT), prompt_of(INDEPENDENT), Failing(INDEPENDENT, positions))
 
 
 def test_lecture_by_two_ways() -> None:
@@ -142,7 +142,7 @@ def test_lecture_by_two_ways() -> None:
     policy = PerPosition()(task.space, torch.Generator().manual_seed(5)).double()
     prompt = task.held_out(3).prompt
     mean = expected_reward(policy, prompt, reward_table(task, prompt).double())
-    assert mean == pytest.approx(sum(Table(policy, p, task).expected_reward for p in prompt) / 3, abs=1e-12)
+    assert mean == pytest.approx(sum(ResponseTable(policy, p, task).expected_reward for p in prompt) / 3, abs=1e-12)
     assert mean == pytest.approx(2.2676, abs=1e-4)  # the exact value behind the course's first epoch (2.333 sampled)
 
 
@@ -154,7 +154,11 @@ def test_lecture_by_two_ways() -> None:
 def test_gradient_is_finite_differences(space: Space, reward: object, temperature: float) -> None:
     """Along thirty directions, which no wrong gradient survives."""
     policy, prompt, task = policy_of(space), prompt_of(space).unsqueeze(0), Tiny(space, reward)
-    rewards, exact, h = reward_table(task, prompt).double(), Table(policy, prompt[0], task, temperature).gradient, 1e-4
+    rewards, exact, h = (
+        reward_table(task, prompt).double(),
+        ResponseTable(policy, prompt[0], task, temperature).gradient,
+        1e-4,
+    )
     start, generator = torch.nn.utils.parameters_to_vector(policy.parameters()).detach(), torch.Generator()
     for _ in range(30):
         along = torch.randn(len(exact), generator=generator, dtype=exact.dtype) / math.sqrt(len(exact))
@@ -169,11 +173,13 @@ def test_gradient_is_finite_differences(space: Space, reward: object, temperatur
 # ---- expectation and variance, from outside ---------------------------------------------------------
 
 
-def brute_force(found: Table, algorithm: Algorithm, samples: int, state: dict[str, float]) -> tuple[Tensor, float]:
+def brute_force(
+    found: ResponseTable, algorithm: Algorithm, samples: int, state: dict[str, float]
+) -> tuple[Tensor, float]:
     """Every ordered group, trained on by the learner itself."""
     learner = SmallLearner(found.policy, algorithm.update, False, algorithm.outputs)
     learner.reference = found.reference
-    every = found.filled(algorithm.needs)
+    every = found.batch_with_fields(algorithm.needs)
     mass, mean, second = 0.0, torch.zeros(()), 0.0
     for group in itertools.product(range(len(found.probability)), repeat=samples):
         batch = pick(every, torch.tensor([group]))
@@ -285,9 +291,9 @@ def test_variance_is_what_sampling_shows() -> None:
 def test_several_prompts_are_a_mean_of_single_ones() -> None:
     """Checked on a batch of two prompts with one response each, all 81 of them."""
     policy, task = policy_of(INDEPENDENT), Tiny(INDEPENDENT, positions)
-    both = [Table(policy, torch.tensor(p), task) for p in ([2, 0], [1, 1])]
+    both = [ResponseTable(policy, torch.tensor(p), task) for p in ([2, 0], [1, 1])]
     algorithm = Algorithm(Raw(), weights=FixedLength())
-    e = over_prompts([estimate(t, algorithm, 1) for t in both])
+    e = average_over_prompts([estimate(t, algorithm, 1) for t in both])
     mean, second = torch.zeros(()), 0.0
     learner = SmallLearner(both[0].policy, algorithm.update, False, algorithm.outputs)
     for i, j in itertools.product(range(9), repeat=2):
@@ -315,8 +321,8 @@ def test_what_couples_prompts_is_refused_for_several() -> None:
         assert e.coupled is coupled
         if coupled:
             with pytest.raises(ConfigError, match="2 prompts"):
-                over_prompts([e, e])
-        assert over_prompts([e]).variance == e.variance
+                average_over_prompts([e, e])
+        assert average_over_prompts([e]).variance == e.variance
 
 
 def test_dynamic_sampling_is_of_the_groups_that_are_kept() -> None:

@@ -24,7 +24,7 @@ from ascent.core.reference import Frozen
 from ascent.core.types import Space
 from ascent.core.weights import FixedLength, SequenceMean, SequenceSum
 from ascent.oracle.estimator import estimate
-from ascent.oracle.exact import Table
+from ascent.oracle.exact import ResponseTable
 from ascent.training.small_learner import action_logprobs, log_probs
 
 ONE_TOKEN = Space(prompt_length=1, vocab=5, limit=1)
@@ -37,7 +37,7 @@ class Against:
     def __init__(self, space: Space, temperature: float = 1.0):
         policy = policy_of(space)
         reference = moved(policy, 0.0, 0.2)
-        self.table = Table(policy, prompt_of(space), Tiny(space, nothing), temperature, reference=reference)
+        self.table = ResponseTable(policy, prompt_of(space), Tiny(space, nothing), temperature, reference=reference)
         with torch.no_grad():
             self.logp_ref = action_logprobs(log_probs(reference, self.table.batch), self.table.batch)[0].sum(-1)
         log_ratio = self.log_ratio()
@@ -158,7 +158,9 @@ def test_with_the_ratio_of_all_that_led_there_importance_is_exact(loss: Any, est
     """Samples of an older policy, autoregressive: E[Σ_t ρ_{1:t}·KL_t] is KL(π ‖ π_ref), and so is its gradient."""
     policy = policy_of(RAGGED)
     reference = moved(policy, 0.0, 0.2)
-    table = Table(policy, prompt_of(RAGGED), Tiny(RAGGED, nothing), old=moved(policy, 1.0, 0.25), reference=reference)
+    table = ResponseTable(
+        policy, prompt_of(RAGGED), Tiny(RAGGED, nothing), old=moved(policy, 1.0, 0.25), reference=reference
+    )
     exact = Against(RAGGED).forward
     for importance in (True, False):
         kl_ = InLoss(estimator, 1.0, importance=importance)

@@ -56,8 +56,8 @@ from ascent.core.values import Valued
 from ascent.core.weights import WEIGHTS, FixedLength, SequenceMean, SequenceSum, TokenMean, Weights
 from ascent.explain.about import fill_in
 from ascent.explain.explain import about_of
-from ascent.oracle.estimator import Estimate, enumerate_groups, estimate, over_prompts
-from ascent.oracle.exact import Table, probability
+from ascent.oracle.estimator import Estimate, average_over_prompts, enumerate_groups, estimate
+from ascent.oracle.exact import ResponseTable, probability
 from tests.cases import mostly_smokes
 
 PRODUCT = SequenceRatio("product", None, None)
@@ -115,7 +115,7 @@ def test_unbiased_with_rewards_per_token(space: Space, credit: object) -> None:
 def test_per_decision_ratios_are_unbiased_and_vary_less_with_rewards_per_token(space: Space, reward: object) -> None:
     """Samples of an older policy. An outcome lies on the last token, where ρ_t is the product over the response."""
     policy, task = policy_of(space), Tiny(space, reward)
-    found = Table(policy, prompt_of(space), task, old=moved(policy, 1.0, 0.25))
+    found = ResponseTable(policy, prompt_of(space), task, old=moved(policy, 1.0, 0.25))
     for credit in (Raw(), LeaveOneOut()):
         each, whole = (estimate(found, Algorithm(credit, loss), 2) for loss in (Ratio("per-decision"), PRODUCT))
         exact_to(each, found.gradient)
@@ -131,7 +131,7 @@ def test_normalized_weights_are_less_biased_in_larger_batches() -> None:
     biases = [estimate(found, Algorithm(LeaveOneOut(), correction=choice), n).bias(found.gradient) for n in (2, 3, 4)]
     assert biases[0] > biases[1] > biases[2] > 1e-3
     with pytest.raises(ConfigError, match="statistics across groups"):
-        over_prompts([estimate(found, Algorithm(Raw(), correction=choice), 2)] * 2)
+        average_over_prompts([estimate(found, Algorithm(Raw(), correction=choice), 2)] * 2)
 
 
 def test_masking_is_no_bias_where_nothing_is_truncated() -> None:
@@ -168,8 +168,8 @@ def test_token_ratios_are_exact_only_where_positions_are_independent() -> None:
 @pytest.mark.parametrize("space", SPACES, ids=space_name)
 def test_temperature_is_on_both_sides(space: Space) -> None:
     policy, task = policy_of(space), Tiny(space, positions)
-    found = Table(policy, prompt_of(space), task, temperature=0.6)
-    assert not torch.allclose(found.gradient, Table(policy, prompt_of(space), task).gradient, atol=1e-2)
+    found = ResponseTable(policy, prompt_of(space), task, temperature=0.6)
+    assert not torch.allclose(found.gradient, ResponseTable(policy, prompt_of(space), task).gradient, atol=1e-2)
     exact_to(estimate(found, Algorithm(LeaveOneOut()), 3), found.gradient)
 
 
@@ -178,7 +178,7 @@ def test_temperature_is_on_both_sides(space: Space) -> None:
 def test_correction_makes_up_for_another_sampler(space: Space) -> None:
     """Drawn by one policy, trained as another: the whole response's weight, never truncated, is exact."""
     policy, task = policy_of(space), Tiny(space, positions)
-    found = Table(policy, prompt_of(space), task, old=policy, sampler=moved(policy, 1.0, 0.2))
+    found = ResponseTable(policy, prompt_of(space), task, old=policy, behavior_policy=moved(policy, 1.0, 0.2))
     for credit in (Raw(), LeaveOneOut()):
         exact_to(estimate(found, Algorithm(credit, correction=Truncated("sequence", 1e9)), 3), found.gradient)
         assert estimate(found, Algorithm(credit), 3).bias(found.gradient) > 1e-2
@@ -267,7 +267,7 @@ def test_a_baseline_can_raise_the_variance() -> None:
     """A far one does, and on sparse 0/1 rewards so does leave-one-out at small G; none of them is biased."""
     found = table(INDEPENDENT)
 
-    def variance(credit: object, samples: int, b: float = 0.0, of: Table = found) -> float:
+    def variance(credit: object, samples: int, b: float = 0.0, of: ResponseTable = found) -> float:
         e = estimate(of, Algorithm(credit), samples, {"baseline": b})
         exact_to(e, of.gradient)
         return e.variance

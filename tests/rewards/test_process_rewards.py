@@ -24,7 +24,7 @@ from ascent.cli import main as cli
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.errors import ConfigError, RunError
 from ascent.core.types import Outputs, Prompts
-from ascent.oracle.exact import Table
+from ascent.oracle.exact import ResponseTable
 from ascent.rewards.small_task import BoundSmallTask, SmallOfflineTask, read_examples
 from ascent.rewards.tokenized_task import split_steps
 from ascent.rollout.small_policy_engine import SmallPolicyEngine
@@ -117,7 +117,7 @@ def test_the_mean_of_continuations_is_the_exact_value(end: bool) -> None:
     task = Sort(length=2, numbers=3, end=end)
     policy = policy_of(TINY, task.space)
     prompt = torch.tensor([2, 0])
-    table = Table(policy, prompt, task)
+    table = ResponseTable(policy, prompt, task)
     V, batch = table.exact_value, table.batch
     checked = 0
     for length in (0, 1):
@@ -193,7 +193,7 @@ def test_the_head_learns_the_exact_value_of_the_policy(trained: Path) -> None:
     data = read_examples(trained / "steps.jsonl", task.space, "steps")
     values, scores, shares = [], [], []
     for prompt in data.prompt[data.train].unique(dim=0):
-        table = Table(policy, prompt, task)
+        table = ResponseTable(policy, prompt, task)
         exact = table.exact_value[:, 1:].clone()
         exact[:, -1] = table.batch.reward[0].sum(-1)
         values.append(exact)

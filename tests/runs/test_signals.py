@@ -185,7 +185,7 @@ def test_a_note_about_threads_is_shown_before_the_run(tmp_path: Path, monkeypatc
             said.append((text, (tmp_path / "run").exists()))
 
     said: list[tuple[str, bool]] = []
-    monkeypatch.setattr("ascent.api.free_threads", lambda: (1, "others compute here"))
+    monkeypatch.setattr("ascent.api.choose_num_threads", lambda: (1, "others compute here"))
     config = configure("lecture", {"steps": 1})
     assert start(config, tmp_path / "run", Heard()).config.threads == 1
     assert said[0] == ("others compute here", False)

@@ -21,7 +21,7 @@ from ascent.core.types import Batch, Prompts, Rollouts, Space, State
 from ascent.core.values import GAE, TD, KStep, MonteCarlo
 from ascent.models.small_policies import Transformer
 from ascent.oracle.estimator import estimate
-from ascent.oracle.exact import Table, every_episode
+from ascent.oracle.exact import ResponseTable, enumerate_episodes
 from ascent.rewards.small_task import BoundSmallTask
 from ascent.rollout.conversation_task import bind_small_environment
 from ascent.rollout.small_policy_engine import SmallPolicyEngine
@@ -96,12 +96,12 @@ def policy_for(task: TurnsTask) -> Any:
     return moved(blank(Transformer(width=8, layers=1, heads=2)(task.space, torch.Generator())), 3.0, 0.5)
 
 
-def table_of(name: str, **more: Any) -> Table:
+def table_of(name: str, **more: Any) -> ResponseTable:
     task, prompt, problem = WORLDS[name]
-    return Table(policy_for(task), torch.tensor(prompt), task, problem=problem, **more)
+    return ResponseTable(policy_for(task), torch.tensor(prompt), task, problem=problem, **more)
 
 
-def bias(table: Table, credit: Advantage, samples: int = 2, scale: float = 1.0) -> float:
+def bias(table: ResponseTable, credit: Advantage, samples: int = 2, scale: float = 1.0) -> float:
     critic = OwnCritic() if "value" in credit.needs else Algorithm().critic
     estimated = estimate(table, Algorithm(credit, Ratio(), critic=critic), samples, {"baseline": 0.4})
     return float((estimated.mean - scale * table.gradient).norm() / table.gradient.norm())
@@ -138,7 +138,7 @@ def test_observations_that_are_trained_on_bias_the_gradient() -> None:
         logp = action_logprobs(log_probs(table.policy, batch), batch)
     chance = table.probability
     table.batch = batch.add(logp_old=logp, logp_sampler=logp)
-    table.chance = chance / logp.sum(-1).exp()[0]  # what happens is as likely as before
+    table.environment_probability = chance / logp.sum(-1).exp()[0]  # what happens is as likely as before
     assert bias(table, LeaveOneOut()) > 0.1
 
 
@@ -244,7 +244,7 @@ def test_what_is_sampled_is_among_what_is_enumerated_with_its_reward(name: str) 
     assert not errors and bool(batch.valid.all()) and not bool(batch.truncated.any())
     for place in range(len(rollouts.prompt)):
         prompts = Prompts(rollouts.prompt[place : place + 1], rollouts.problem[place : place + 1])  # type: ignore[index]
-        every, _ = every_episode(task, prompts)
+        every, _ = enumerate_episodes(task, prompts)
 
         def known(batch: Any, reward: Any, place: int) -> set[Any]:
             parts = (batch.response[place], batch.mask[place], batch.turn[place], reward[place].float())
@@ -268,7 +268,7 @@ def test_the_samplers_log_probs_are_those_of_a_plain_forward_pass() -> None:
 def test_sampled_frequencies_are_the_enumerated_ones() -> None:
     task = WORLDS["rambling"][0]
     rollouts, _ = drawn(task, samples=2000)
-    every, table = every_episode(task, task.held_out(1))[0], table_of("rambling")
+    every, table = enumerate_episodes(task, task.held_out(1))[0], table_of("rambling")
     counts: dict[Any, int] = {}
     for tokens, there in zip(rollouts.response[0], rollouts.present[0], strict=True):
         key = tuple(tokens[there].tolist())

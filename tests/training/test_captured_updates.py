@@ -259,7 +259,9 @@ def test_updates_that_rewards_choose_or_that_are_cut_do_not_begin_early() -> Non
     learner, _ = learner_of(lm, "policy")
     for settings in ({"minibatches": 2}, {"groups": "with-signal"}, {}):
         sampler = sampler_of(lm)
-        backend.train_early(configure(FixedPrompts(words=("one",)), {"model": "none"} | settings), sampler, learner)
+        backend.enable_early_training(
+            configure(FixedPrompts(words=("one",)), {"model": "none"} | settings), sampler, learner
+        )
         assert (sampler.train_early is None) == bool(settings)
 
 

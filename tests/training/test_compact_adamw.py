@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ascent import ops as kernels
 from ascent.build import language_backend
-from ascent.build.language_backend import LanguageBackend, in_bfloat16
+from ascent.build.language_backend import LanguageBackend, uses_bfloat16_state
 from ascent.core.algorithms import ALGORITHMS
 from ascent.core.critics import OwnCritic, SharedCritic
 from ascent.core.errors import ConfigError
@@ -394,8 +394,8 @@ def fake_config(form: str = "auto", update: Any = None, reference: bool = False)
 def test_auto_takes_float32_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: 18 bytes per parameter and the head's, and 2 of a reference, against nine tenths of the card."""
     lm = model_of(dtype=torch.bfloat16)
-    assert not in_bfloat16(fake_config(), lm, None, SINGLE_PROCESS), "a CPU is not asked"
-    assert in_bfloat16(fake_config("bfloat16"), lm, None, SINGLE_PROCESS)
+    assert not uses_bfloat16_state(fake_config(), lm, None, SINGLE_PROCESS), "a CPU is not asked"
+    assert uses_bfloat16_state(fake_config("bfloat16"), lm, None, SINGLE_PROCESS)
     monkeypatch.setattr(type(lm), "device", torch.device("cuda"))
     taken = language_backend.static_bytes(lm, False, None)
     assert taken - language_backend.static_bytes(lm, False, None, per=10) == 8 * sum(
@@ -403,15 +403,15 @@ def test_auto_takes_float32_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> No
     )
     card = SimpleNamespace(total_memory=int(taken / 0.9) + 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
-    assert not in_bfloat16(fake_config(), lm, None, SINGLE_PROCESS)
-    assert in_bfloat16(fake_config(reference=True), lm, None, SINGLE_PROCESS)
+    assert not uses_bfloat16_state(fake_config(), lm, None, SINGLE_PROCESS)
+    assert uses_bfloat16_state(fake_config(reference=True), lm, None, SINGLE_PROCESS)
     card.total_memory -= 10
-    assert in_bfloat16(fake_config(), lm, None, SINGLE_PROCESS)
-    assert not in_bfloat16(fake_config("float32"), lm, None, SINGLE_PROCESS)
-    assert not in_bfloat16(fake_config(update=TrustRegion()), lm, None, SINGLE_PROCESS)
-    assert not in_bfloat16(fake_config(), lm, None, SimpleNamespace(world_size=2)), "ranks sum in float32"  # type: ignore[arg-type]
+    assert uses_bfloat16_state(fake_config(), lm, None, SINGLE_PROCESS)
+    assert not uses_bfloat16_state(fake_config("float32"), lm, None, SINGLE_PROCESS)
+    assert not uses_bfloat16_state(fake_config(update=TrustRegion()), lm, None, SINGLE_PROCESS)
+    assert not uses_bfloat16_state(fake_config(), lm, None, SimpleNamespace(world_size=2)), "ranks sum in float32"  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="they are in float64"):
-        in_bfloat16(fake_config("bfloat16"), model_of(), None, SINGLE_PROCESS)
+        uses_bfloat16_state(fake_config("bfloat16"), model_of(), None, SINGLE_PROCESS)
 
 
 def test_ranks_and_trust_regions_are_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ascent.build.model_verification import prove
+from ascent.build.model_verification import verify_model
 from ascent.core.algorithms import ALGORITHMS, Algorithm
 from ascent.core.critics import OwnCritic, SharedCritic
 from ascent.core.errors import ConfigError
@@ -58,26 +58,28 @@ def plain_log_probs(lm: LanguageModel, batch: Batch) -> Tensor:
 @pytest.mark.parametrize("kind", SHARING)
 def test_an_architecture_shares_its_prompts(kind: str) -> None:
     lm = model_of(kind)
-    assert prove(lm, 16) is None
+    assert verify_model(lm, 16) is None
     assert lm.can_share_prompts
 
 
 def test_a_short_window_falls_back_and_says_so() -> None:
     lm = model_of("Mistral", sliding_window=16)
-    assert prove(lm, 16) is None
-    assert "sees 16 tokens" in str(prove(lm, 17))
+    assert verify_model(lm, 16) is None
+    assert "sees 16 tokens" in str(verify_model(lm, 17))
     assert not lm.can_share_prompts
 
 
 def test_a_capped_attention_falls_back_and_says_so() -> None:
     lm = model_of("Gemma2", dtype=torch.float32)
-    assert "cap" in str(prove(lm, 16))
+    assert "cap" in str(verify_model(lm, 16))
     assert not lm.can_share_prompts
 
 
 def test_a_capped_head_is_known() -> None:
     assert (
-        prove(model_of("Gemma2", attn_logit_softcapping=None, final_logit_softcapping=2.0, sliding_window=64), 16)
+        verify_model(
+            model_of("Gemma2", attn_logit_softcapping=None, final_logit_softcapping=2.0, sliding_window=64), 16
+        )
         is None
     )
 
@@ -85,7 +87,7 @@ def test_a_capped_head_is_known() -> None:
 def test_another_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LMHead, "logits", lambda self, hidden: 1.1 * hidden @ self.weight.t())
     with pytest.raises(ConfigError, match="cannot train it"):
-        prove(model_of())
+        verify_model(model_of())
 
 
 def test_a_model_that_fails_in_our_passes_is_refused_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +97,7 @@ def test_a_model_that_fails_in_our_passes_is_refused_with_its_error(monkeypatch:
     monkeypatch.setattr(LMHead, "logits", logits)
     message = r"its logits are not its head times its hidden states \(RuntimeError: no such thing\)$"
     with pytest.raises(ConfigError, match=r"^LlamaForCausalLM: Ascent cannot train it: " + message):
-        prove(model_of())
+        verify_model(model_of())
 
 
 def test_checkpointing_a_model_without_layers_is_refused() -> None:

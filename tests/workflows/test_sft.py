@@ -13,7 +13,7 @@ import torch
 
 import ascent
 from ascent.build.assemble import assemble
-from ascent.build.preflight import arithmetic, memory
+from ascent.build.preflight import describe_batch_sizes, memory_bytes
 from ascent.cli import main as cli
 from ascent.core.errors import ConfigError
 from ascent.runs.held_out_evaluation import offline_batch
@@ -151,7 +151,7 @@ def test_the_preflight_tells_and_leaves_the_run_as_it_is(problems: Path, tiny_fo
         assert words in text
     assert "groups without signal" in text
     assert "cut off at 8 tokens" in text
-    assert not report.refusals
+    assert not report.errors
     assert all(torch.equal(before[name], state) for name, state in parts.streams.state().items())
 
 
@@ -188,7 +188,7 @@ def test_what_cannot_work_is_refused(problems: Path, tiny_folder: Path, tmp_path
 
 def test_the_arithmetic_in_four_words(problems: Path, tiny_folder: Path) -> None:
     config = configure(f"jsonl:{problems}", settings(tiny_folder, prompts=6, samples=2, epochs=2, minibatches=3))
-    text = " ".join(arithmetic(config))
+    text = " ".join(describe_batch_sizes(config))
     for words in ("6 prompts per step", "2 samples per prompt", "6 updates per step", "micro-batch"):
         assert words in text
 
@@ -197,12 +197,12 @@ def test_memory_counts_what_is_exact_exactly(problems: Path, tiny_folder: Path) 
     config = configure(f"jsonl:{problems}", settings(tiny_folder, algorithm="grpo"))
     parts = assemble(config)
     count = sum(p.numel() for p in parts.policy.model.parameters())
-    found = memory(config, parts.learner, parts.engine.rows)
+    found = memory_bytes(config, parts.learner, parts.engine.rows)
     assert found["parameters"] == found["gradients"] == found["reference"] == 4 * count
     assert found["Adam"] == 8 * count
     lora = replace(config, policy=replace(config.policy, lora=2))
     adapted = assemble(lora)
-    assert memory(lora, adapted.learner, adapted.engine.rows)["Adam"] == 8 * sum(
+    assert memory_bytes(lora, adapted.learner, adapted.engine.rows)["Adam"] == 8 * sum(
         p.numel() for p in adapted.policy.trained().values()
     )
 
@@ -227,7 +227,7 @@ def test_the_memory_of_a_critic_counts(problems: Path, tiny_folder: Path, lora: 
         moments = [v for p in learner.critic.trained() for v in kept[p].values() if v.dim()]
         every = {id(t): t for t in [*learner.critic.parameters(), *learner.critic.trained()]}
         held = [*every.values(), *(p.grad for p in learner.critic.trained()), *moments]
-        found[critic, dtype] = memory(config, learner, parts.engine.rows)["critic"]
+        found[critic, dtype] = memory_bytes(config, learner, parts.engine.rows)["critic"]
         assert found[critic, dtype] == sum(t.numel() * t.element_size() for t in held)
         parts.close()
     assert found["own-critic", "float32"] > found["shared-critic", "float32"] > 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ascent.build.language_backend import never_in_shards
+from ascent.build.language_backend import sharding_obstacle
 from ascent.core.config import Config
 from ascent.core.errors import ConfigError
 from ascent.core.update import Adam
@@ -164,7 +164,7 @@ class Planner:
         if wanted == "shard":
             return True
         state = STATE_BYTES_PER_PARAM * self.trained + 2 * (self.shape.num_parameters - self.trained)
-        return state > ACTIVATION_FRACTION * self.cluster.gpu.memory and never_in_shards(self.config) is None
+        return state > ACTIVATION_FRACTION * self.cluster.gpu.memory and sharding_obstacle(self.config) is None
 
     def _bytes(self) -> int:
         policy, able = self.config.policy, isinstance(self.config.algorithm.update, Adam) and self.cluster.size == 1
@@ -196,7 +196,7 @@ class Planner:
             )
             if sum(parts.values()) < MAX_MEMORY_FRACTION**2 * self.cluster.gpu.memory:
                 return count
-            if never_in_shards(self.config) is not None:
+            if sharding_obstacle(self.config) is not None:
                 return 0
         return 0
 

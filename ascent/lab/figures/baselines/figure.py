@@ -18,7 +18,7 @@ from ascent.lab.figure_base import ControlState, DataTable, Figure, Look, Slider
 from ascent.models.small_policies import Policy
 from ascent.oracle.estimator import estimate
 from ascent.oracle.exact import EnumerableTask
-from ascent.oracle.exact import Table as Oracle
+from ascent.oracle.exact import ResponseTable as Oracle
 
 REWARDS = ((11.0, 9.0), (0.0, 2.0))
 """Of the two actions in state 1, and in state 2."""
@@ -27,13 +27,13 @@ _SNIPPET = """\
 import torch
 from ascent.core.algorithms import Algorithm
 from ascent.oracle.estimator import estimate
-from ascent.oracle.exact import EnumerableTask, Table
+from ascent.oracle.exact import EnumerableTask, ResponseTable
 from ascent.lab.figures.baselines.figure import REWARDS, LogOdds, Minus, TwoStates
 
 weights = torch.tensor([R - b for rewards, b in zip(REWARDS, ({b1}, {b2})) for R in rewards])
 print("standard deviation of the weights", round(weights.std().item(), 3))
 for state, b in enumerate(({b1}, {b2})):
-    table = Table(LogOdds({p}), torch.tensor([state]), TwoStates())
+    table = ResponseTable(LogOdds({p}), torch.tensor([state]), TwoStates())
     found = estimate(table, Algorithm(Minus(b)), samples=1)
     print("state", state + 1, "expected push", round(found.mean.item(), 3), "variance", round(found.variance, 3))
 """

@@ -30,7 +30,7 @@ from ascent.explain.explain import menu_label
 from ascent.lab.figure_base import Choice, ControlState, DataTable, Figure, Look, Slider, short, signed
 from ascent.models import Transformer
 from ascent.models.small_policies import Policy
-from ascent.oracle.exact import Table as Oracle
+from ascent.oracle.exact import ResponseTable as Oracle
 from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.tasks.small.multi_turn import Swaps
 from ascent.tasks.small.sorting import Sort

@@ -20,7 +20,7 @@ from ascent.lab.figure_base import Choice, ControlState, DataTable, Figure, Look
 from ascent.models.small_policies import Policy, Sampled, draw_next
 from ascent.oracle.estimator import Estimate, estimate, pick
 from ascent.oracle.exact import EnumerableTask, all_responses
-from ascent.oracle.exact import Table as Oracle
+from ascent.oracle.exact import ResponseTable as Oracle
 
 PROMPT = (2, 0, 1)
 """[0 1 2] is right."""
@@ -33,11 +33,11 @@ _SNIPPET = """\
 import torch
 from ascent.core.algorithms import Algorithm
 from ascent.oracle.estimator import estimate
-from ascent.oracle.exact import Table
+from ascent.oracle.exact import ResponseTable
 from ascent.lab.figures.variance.figure import BASELINES, PROMPT, Rewarded, Tabular, sampled_gradients
 
 task = Rewarded({rewarded})
-table = Table(Tabular(task.space), torch.tensor(PROMPT), task)
+table = ResponseTable(Tabular(task.space), torch.tensor(PROMPT), task)
 algorithm = Algorithm(BASELINES["{baseline}"]())
 state = {{"baseline": table.expected_reward}}  # what a running mean has settled to
 size = table.gradient @ table.gradient
@@ -106,7 +106,7 @@ def sampled_gradients(
     generator = torch.Generator().manual_seed(seed)
     rows = torch.multinomial(table.probability, count * samples, replacement=True, generator=generator)
     index = rows.view(count, samples)
-    batch = pick(table.filled(algorithm.needs), index)
+    batch = pick(table.batch_with_fields(algorithm.needs), index)
     batch, _ = algorithm.compute_advantages(batch, state)
     mini = batch.add(weight=algorithm.weights(batch) * count)  # each group is a batch of its own
     outputs = table.outputs(algorithm.outputs)
