@@ -34,7 +34,7 @@ from ascent.core.algorithms import Algorithm, SequenceSum
 from ascent.core.loop import train as loop
 from ascent.core.losses import Clipped, LogProb, Ratio, SequenceRatio
 from ascent.models import Policy
-from ascent.oracle.estimator import estimate, average_over_prompts
+from ascent.oracle.estimator import average_over_prompts, estimate
 from ascent.oracle.exact import ResponseTable
 from ascent.runs.confidence_intervals import mean_and_half_width
 from ascent.settings import configure

@@ -240,7 +240,7 @@ class LanguageBackend(Backend):
     ) -> PreflightReport:
         """Batch sizes, memory, the reward and a first sample. Random streams are left as they are."""
         report, limits = PreflightReport(describe_batch_sizes(config)), config.task
-        room, need = _max_positions(model), limits.max_prompt + limits.max_response_tokens
+        room, need = model.max_positions, limits.max_prompt + limits.max_response_tokens
         if room is not None and need > room:
             what = f"--max-prompt {limits.max_prompt} and --max-tokens {limits.max_tokens} make {need} positions"
             if limits.has_environment:
@@ -301,7 +301,7 @@ class LanguageBackend(Backend):
         self, config: Config, policy: LanguageModel, prompts: Prompts, seed: int, version: int
     ) -> LocalEngine:
         limit, width = config.task.max_response_tokens, prompts.prompt.shape[1]
-        room = _max_positions(policy) or width + limit
+        room = policy.max_positions or width + limit
         if width + limit > room:
             raise ConfigError(
                 f"--max-tokens {limit} with a prompt of {width} tokens: the model has {room} positions; "
@@ -315,7 +315,7 @@ class LanguageBackend(Backend):
         return engine
 
     def serving_engine(self, config: Config, policy: LanguageModel, context: int, version: int) -> Any:
-        room = _max_positions(policy) or context
+        room = policy.max_positions or context
         if not 2 <= context <= room:
             raise ConfigError(f"--max-context {context}: the model has {room} positions, and a turn takes two or more")
         if config.policy.engine != "local":
@@ -370,11 +370,6 @@ def _verify_policy(lm: LanguageModel, config: Config, fused: bool = False) -> tu
     return (
         f"prompts are encoded once per response and not once per group: the architecture does not allow it ({why})",
     )
-
-
-def _max_positions(lm: LanguageModel) -> int | None:
-    """The most tokens that the model can read, where its config says it."""
-    return getattr(lm.config, "max_position_embeddings", None)
 
 
 def check_engine(config: Config) -> None:

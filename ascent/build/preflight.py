@@ -238,7 +238,10 @@ def report_step_time(
     prompts, samples, limits = config.prompts, config.samples, config.task
     rows = min(probe.rows, prompts * samples)
     drawn = task.draw(-(-rows // samples), torch.Generator().manual_seed(config.seed + 3_000_017))
-    short, twice = min(trial_timings.SHORT_RESPONSE_TOKENS, limits.max_response_tokens), learner.lm.device.type == "cuda"
+    short, twice = (
+        min(trial_timings.SHORT_RESPONSE_TOKENS, limits.max_response_tokens),
+        learner.lm.device.type == "cuda",
+    )
     calls = [] if twice else [sample]
     for groups, limit in ((1, short), (len(drawn), short), *[(sample.prompts, limits.max_response_tokens)] * twice):
         for _ in range(1 + twice):  # on a GPU the first call captures its graphs

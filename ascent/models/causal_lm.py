@@ -497,6 +497,11 @@ class LanguageModel(nn.Module):
         return self.model.config.get_text_config(decoder=True)
 
     @property
+    def max_positions(self) -> int | None:
+        """Maximum number of tokens of a sequence, if the model's config states it."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
     def backbone(self) -> nn.Module:
         """The transformer without the LM head."""
         return backbone_of(self.model)

@@ -64,7 +64,7 @@ class PolicyServer:
         lm = loaded.policy
         if not lm.tokenizer.chat_template:
             raise ConfigError("the tokenizer has no chat template: set one to format messages")
-        max_positions = getattr(lm.config, "max_position_embeddings", None) or DEFAULT_CONTEXT
+        max_positions = lm.max_positions or DEFAULT_CONTEXT
         self.context, self.version = serving.context or min(max_positions, DEFAULT_CONTEXT), loaded.step or 0
         policy = replace(with_engine(loaded.config.policy, serving), rows=serving.rows)
         config = replace(loaded.config, policy=policy)

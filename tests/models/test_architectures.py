@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ascent.build.language_backend import _positions
 from ascent.build.language_reward_model import LanguageRewardModel, add_head
 from ascent.build.model_verification import verify_model
 from ascent.core.algorithms import ALGORITHMS
@@ -165,7 +164,7 @@ def test_a_window_that_no_layer_has_is_none(more: dict[str, Any]) -> None:
 def test_a_model_of_several_parts_is_measured_by_its_text_part() -> None:
     """Preflight reads its positions and its memory; parts that read no text are not trained."""
     lm = model_of("Gemma3", dtype=torch.float32)
-    assert _positions(lm) == 128
+    assert lm.max_positions == 128
     assert bytes_per_token(lm, checkpointing=False) == 4 * 4 * (11 * 32 + 4 * 48)
 
 
