@@ -147,7 +147,7 @@ class Ragged(LocalEngine):
 
     lengths: Tensor
 
-    def limits(self, prompts: Prompts, samples: int, limit: int) -> Tensor:
+    def length_limits(self, prompts: Prompts, samples: int, limit: int) -> Tensor:
         return self.lengths[prompts.problem].flatten().clamp(max=limit)
 
 

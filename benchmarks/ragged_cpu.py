@@ -133,9 +133,9 @@ def main(argv: list[str] | None = None) -> int:
         "cpu_seconds": computed,
         "tokens_per_second": rates,
         "room": room,
-        "evictions": schedule.evictions,
+        "preemptions": schedule.num_preemptions,
     }
-    more |= {"most_pages": schedule.pages.most, "same_tokens": same}
+    more |= {"peak_blocks": schedule.block_manager.peak_used, "same_tokens": same}
     if options.smoke:
         return close("ragged_cpu", None, None, SPEEDUP, True, smoke=True, **more)[1]
     return close("ragged_cpu", value, 1.0, SPEEDUP, value >= SPEEDUP and min(same.values()) > 0.95, **more)[1]

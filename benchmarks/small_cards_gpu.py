@@ -58,7 +58,7 @@ def run(side: dict[str, Any], repeats: int, smoke: bool) -> dict[str, Any]:
     from benchmarks.peers.steps import Ours, Work
 
     if side.get("plain") and not smoke:  # what such a card lacks
-        ops._works = lambda: False  # type: ignore[assignment]
+        ops._triton_works = lambda: False
         torch.backends.cuda.is_flash_attention_available = lambda: False  # type: ignore[assignment]
     device, shape = ("cpu", SMALLEST) if smoke else ("cuda", GPU_SHAPES[side["shape"]])
     prompts, samples, tokens = (2, 2, 8) if smoke else side["work"]

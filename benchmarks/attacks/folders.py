@@ -96,10 +96,10 @@ def nested_lines() -> None:
 
 
 def unnamed_errors() -> None:
-    """What is wrong with a file is nobody's business."""
+    """Let errors of files through as they are, without the name of the file."""
     from ascent.lab.pages.completions import completions
 
-    for module in (folders, parquet_reader, rollout_files, completions):
+    for module in (parquet_reader, rollout_files, completions):
         module.naming_file = nullcontext  # type: ignore[attr-defined]
     parquet_reader.READ_ERRORS = ()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import http.client
 import os
 import resource
@@ -108,7 +107,7 @@ def any_place() -> None:
 
 
 def any_site() -> None:
-    Guard._foreign = lambda *_: None  # type: ignore[method-assign]
+    Guard._cross_site_reason = lambda *_: None  # type: ignore[method-assign]
 
 
 def any_method() -> None:
@@ -177,9 +176,7 @@ def two_first_starts(folder: Path) -> str | None:
 
 
 def no_lock() -> None:
-    lab_secret.fcntl = trainings.fcntl = type(os)("fcntl")
-    for module in (lab_secret, trainings):
-        vars(module.fcntl).update(vars(fcntl) | {"flock": lambda *_: None})
+    lab_secret.lock_file = trainings.lock_file = lambda *_: None
 
 
 def secret_of_the_folder(folder: Path) -> str | None:

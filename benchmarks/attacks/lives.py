@@ -211,12 +211,12 @@ def full_disk(room: int) -> Callable[[Path], str | None]:
 
 
 def words_of_the_disk() -> None:
-    """As it was: errors are told in the words of whoever met them."""
+    """Report errors with their own messages only."""
 
     class Other(Exception): ...
 
     checkpoint.SafetensorError = Other
-    api._trouble = lambda error, _: RunError(f"{type(error).__name__}: {error}")
+    api._run_error = lambda error, _: RunError(f"{type(error).__name__}: {error}")
 
 
 def attacks(_: Path) -> list[Attack]:

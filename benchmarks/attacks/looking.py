@@ -149,9 +149,9 @@ def by_loading(stage: Path, how: str, form: str, forged: bool) -> Callable[[Path
 
 
 def trust_all() -> None:
-    from ascent.cli import flags
+    from ascent.cli import run_flags
 
-    runs.check_trust = flags.check_trust = lambda *_: None
+    runs.check_trust = run_flags.check_trust = lambda *_: None
 
 
 # ---- models ---------------------------------------------------------------------------------------------

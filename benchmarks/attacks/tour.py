@@ -113,7 +113,7 @@ def run_command(args: list[str], complain: Callable[[str], None]) -> None:
     except BaseException as error:
         return complain(f"ascent {args[0]}: {where(error)}")
     words = said.getvalue()
-    if status not in (0, 1, 2) or "did not expect" in words or "Traceback" in words:
+    if status not in (0, 1, 2) or "unexpected error" in words or "Traceback" in words:
         complain(f"ascent {args[0]}: status {status}: {words[-300:]}")
 
 
