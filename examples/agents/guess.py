@@ -2,7 +2,7 @@
 
     ascent train jsonl:examples/agents/numbers.jsonl --model MODEL --agent python:examples/agents/guess.py:guess
 
-It is written as if for a model of somebody else's: any client of an OpenAI-compatible address will do.
+Nothing in it is specific to Ascent: any client of an OpenAI-compatible endpoint works.
 """
 
 import re
@@ -10,7 +10,7 @@ import re
 from openai import AsyncOpenAI
 
 CLIENT = AsyncOpenAI(base_url="http://127.0.0.1", api_key="none")
-"""Made once, before any episode, because that takes long; each episode has a copy with its own address and key."""
+"""Created once, because that is slow; each episode uses a copy with its own address and key."""
 
 
 async def guess(base_url, key, problem):
