@@ -1,4 +1,4 @@
-"""The same game as a server of OpenEnv 0.10, which needs the package openenv (it may be in a separate virtual environment).
+"""The same game as a server of OpenEnv 0.10. It needs the package openenv, which may be in another virtual environment.
 
 python examples/agents/guess_openenv.py 8765
 ascent train jsonl:examples/agents/numbers.jsonl --model MODEL --agent openenv:http://127.0.0.1:8765
