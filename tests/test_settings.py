@@ -201,7 +201,7 @@ def test_a_users_own_choice(head: str, tmp_path: Path) -> None:
         ("python:mine.py", "python:FILE:NAME"),
         ("python:nowhere/mine.py:Halved", "there is no file nowhere/mine.py"),
         ("python:{file}:Halve", "has no Halve.*Did you mean Halved"),
-        ("python:{broken}:Halved", "does not run: ZeroDivisionError"),
+        ("python:{broken}:Halved", "raised ZeroDivisionError"),
         ("python:{file}:NUMBER", "--advantage python:"),
     ],
 )
@@ -231,7 +231,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown axis": ("sort", {"los.high": 3}, r"--los\.high: there is no such setting"),
     "setting of another task": ("lecture", {"length": 3}, "--length: there is no such setting for lecture"),
     "unknown preset": ("sort", {"preset": "curse"}, "--preset curse: no such preset of sort. There are default"),
-    "unknown reward": ("sort", {"reward": "exat"}, "--reward exat: no such reward.*Did you mean exact"),
+    "unknown reward": ("sort", {"reward": "exat"}, "--reward exat: unknown reward.*Did you mean exact"),
     "unknown policy": (
         "sort",
         {"policy": "transfomer"},

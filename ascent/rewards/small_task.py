@@ -197,9 +197,7 @@ def read_examples(file: Path, space: Space, data: str) -> Examples:
             continue
         group = [_response(row[column], f"{where}, column {column}", space) for column in columns]
         if len(group) == 2 and group[0] == group[1]:
-            raise ConfigError(
-                f"{where}: chosen and rejected are the same, so nothing was preferred. Leave the line out"
-            )
+            raise ConfigError(f"{where}: chosen and rejected are equal, so there is no preference. Remove the line")
         responses.append(group)
     train, test = split_held_out(list(range(len(prompts))), lambda i: str(prompts[i]), str(file))
     response, mask = pad_responses(responses)

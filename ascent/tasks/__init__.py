@@ -1,4 +1,4 @@
-"""Tasks: prompts and verifiable rewards. Imported on use: a process that computes rewards of text needs no torch."""
+"""Tasks: prompts and verifiable rewards. They are imported lazily, because reward workers of text need no torch."""
 
 from importlib import import_module
 from typing import Any

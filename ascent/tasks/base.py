@@ -1,59 +1,59 @@
-"""What every task has. The processes that compute rewards import it, so it does without torch."""
+"""Base classes of tasks. Reward workers import this module, so it must not import torch."""
 
 from typing import Any, ClassVar, NamedTuple
 
 
 class BaseTask:
-    """What most tasks answer. A task of your own derives from `SmallTask` or `TextTask`, which derive from this."""
+    """Defaults that all tasks share. User-defined tasks derive from `SmallTask` or `TextTask`."""
 
     kind: ClassVar[str]
-    """small: prompts and responses are short lists of numbers. text: they are words."""
+    """small: prompts and responses are short lists of numbers. text: they are text."""
     data: ClassVar[str] = "samples"
-    """What there is to learn from: samples, which the task scores; or demonstrations, pairs or steps of a file."""
+    """Training data: samples, which the task scores, or offline data from a file (demonstrations, pairs, steps)."""
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     """Named settings of a whole run; `default` is what `ascent train TASK` uses."""
     epoch_sampler: ClassVar[Any] = None
-    """Passes over the rows to train on (`passes.Passes`); None: each step draws anew."""
+    """Order of the training rows (`epochs.EpochSampler`); None: each step draws new prompts."""
     conversations: ClassVar[Any] = None
-    """Starts the conversations of its prompts, once the task is bound; None: responses have a single turn."""
+    """Starts the conversations of prompts; set when the task is bound. None: responses have a single turn."""
     is_stream: ClassVar[bool] = False
-    """Its problems come in one order, from a stream: each step takes the next ones."""
+    """Whether the problems come from a stream in a fixed order, so that each step takes the next ones."""
 
     @property
     def has_environment(self) -> bool:
-        """Are turns of its responses answered by processes, each at its own speed?"""
+        """Whether environments in other processes answer the turns of a response."""
         return False
 
     def make_environment(self) -> Any:
-        """A new `tasks.environment.Environment` for a response of several turns; None: a response is one turn."""
+        """Create a `tasks.environment.Environment` for one multi-turn response; None: responses have a single turn."""
         return None
 
     def step_prompts(self, step: int, count: int, seed: int, generator: Any) -> Any:
-        """The prompts of a step; without rows they are drawn."""
+        """Return the prompts of a step. Without rows they are drawn at random."""
         return self.draw(count, generator)  # type: ignore[attr-defined]
 
     @property
     def max_reward(self) -> float | None:
-        """The largest reward there is; None: unknown."""
+        """Maximum reward of a response; None: unknown."""
         return None
 
     @property
     def loophole(self) -> str | None:
-        """How a wrong response can earn the whole reward, where that is known."""
+        """Describe a known way to earn the full reward with a wrong response; None: none is known."""
         return None
 
     def check_prompts(self, prompts: int) -> None:
-        """Refuse a number of prompts per step that this task cannot draw."""
+        """Raise ConfigError if the task cannot draw this number of prompts per step."""
 
     def verify(self) -> None:
-        """Refuse, before any work, what cannot be trained on: files, columns, names, reward functions."""
+        """Raise ConfigError for missing or invalid files, columns, names and reward functions, before any work."""
 
     def data_notes(self) -> list[str]:
-        """What was left out of the data, in words."""
+        """Describe the rows that were left out of the data."""
         return []
 
     def close(self) -> None:
-        """End the processes that the task has started."""
+        """Stop the processes that the task started."""
 
 
 SMALL_PRESET: dict[str, Any] = {
@@ -70,17 +70,17 @@ SMALL_PRESET: dict[str, Any] = {
     "record_every": 50,
     "checkpoint_every": 100,
 }
-"""What the small tasks that ship train with by default."""
+"""Default training settings of the built-in small tasks."""
 
 
 class SmallTask(BaseTask):
-    """A task whose prompts and responses are short lists of numbers: they are the tokens."""
+    """A task whose prompts and responses are short lists of numbers, which are the tokens."""
 
     kind = "small"
 
 
 class TaskWrapper:
-    """A task that is bound to a policy: whatever its class does not define is the task's own."""
+    """A task that wraps `task`: attributes that it does not define are those of `task`."""
 
     task: Any
 
@@ -103,5 +103,5 @@ class ReadablePrompt(NamedTuple):
 
 
 def error_line(error: Exception) -> str:
-    """The first line of an error, or its type."""
+    """Return the first line of an error message, or the error's type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

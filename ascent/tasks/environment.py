@@ -1,4 +1,4 @@
-"""What an environment is: it answers the turns of a response, and pays for them.
+"""The interface of environments: they answer each turn of a response with an observation and a reward.
 
     class Guess(Environment):
         def begin(self, problem, rng):
@@ -8,7 +8,7 @@
             guess = int(action)
             return Step("higher" if guess < self.number else "lower", done=guess == self.number, reward=...)
 
-Environments of your own run in processes, which need no torch: so nothing here imports it.
+User-defined environments run in processes without torch, so this module must not import it.
 """
 
 import random
@@ -19,38 +19,36 @@ from ascent.tasks.text.text_task import Message, Problem
 
 
 class Step(NamedTuple):
-    """What an environment answers to a turn."""
+    """An environment's reply to one turn."""
 
     observation: str | Sequence[Message] = ""
-    """What the policy sees next: words (in a chat, those of the user), or the messages of a chat."""
+    """What the policy reads next: text (in a chat, the content of a user message), or chat messages."""
     reward: float = 0.0
-    """What the turn earned; it lies on the turn's last token."""
+    """Reward of the turn, assigned to its last token."""
     done: bool = False
-    """The episode is over, and the observation is shown to nobody but the reader of the records."""
+    """Whether the episode is over. The policy does not read the last observation; it is only recorded."""
     reason: str = ""
-    """Why, in words, for the records."""
+    """Explanation for the records."""
 
 
 class Environment:
-    """One episode: an instance is made for each response, begins with its problem and answers its turns."""
+    """One episode: each response has its own instance, which begins with the problem and answers the turns."""
 
     def begin(self, problem: Problem, rng: random.Random) -> str | None:
-        """Set the episode up; words that are returned follow the prompt.
+        """Set up the episode; a returned text is appended to the prompt as the first observation.
 
-        All responses to a prompt share what `rng` gives here, and so the first observation. Keep it: from the first
-        turn on its numbers are the episode's own.
+        Here `rng` is seeded equally for all responses to a prompt, so they share the first observation. Keep `rng`:
+        from the first turn on, it is seeded differently for each response.
         """
         return None
 
     def step(self, action: str) -> Step:
-        """Answer a turn: its words, or for a small policy its tokens as numbers (`3 1 2`)."""
+        """Answer a turn. `action` is its text; for small policies, its tokens as numbers (`3 1 2`)."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """End what the episode has started."""
-
-    # Only where everything can be enumerated, for the exact oracle.
+        """Release the resources of the episode."""
 
     def outcomes(self, state: Any, action: str) -> Sequence[tuple[float, Any, Step]]:
-        """Every way in which the environment may answer: its probability, the state after it, and the step."""
+        """Return every possible (probability, next state, step). Optional; the exact oracle enumerates them."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Passes over the rows of a task: every row comes once, in an order of its own, before any comes again."""
+"""Order of the training rows: each epoch is a shuffled pass over all rows; streams are read in order."""
 
 from collections import Counter, deque
 from collections.abc import Callable
@@ -10,15 +10,15 @@ import torch
 from ascent.core.errors import ConfigError
 
 MAX_UNUSABLE_ROWS = 10_000
-"""Rows of a stream in a row that may be unusable before a step goes without."""
+"""Consecutive unusable rows of a stream after which a step gives up."""
 
 
 class EpochSampler:
-    """Which rows each step takes, and how many passes there have been by then: the metric `epoch`.
+    """Chooses the rows of each step, and counts epochs (the metric `epoch`).
 
-    Both depend on the seed, the prompts per step and the step alone. So a checkpoint needs nothing but its step, and
-    whoever samples ahead takes the same rows. A step at the end of a pass is filled up from the next one, with rows
-    that it does not have yet where there are any. Rows that are not `usable` are passed over.
+    Both depend only on the seed, the number of prompts per step and the step. So a checkpoint only needs its step, and
+    sampling ahead takes the same rows. A step at the end of an epoch is filled with rows of the next epoch, preferring
+    rows that the step does not contain yet. Rows that are not `usable` are skipped.
     """
 
     def __init__(self, size: int, usable: Callable[[int], bool]):
@@ -27,44 +27,43 @@ class EpochSampler:
 
     def _start(self, count: int, seed: int) -> None:
         self._count, self._seed, self._step = count, seed, 0
-        self._begun = 0
-        """Passes that were begun."""
-        self._waiting: deque[int] = deque()
-        """The rows that are still to come in the present one."""
+        self._epochs_started = 0
+        self._remaining: deque[int] = deque()
+        """Rows of the current epoch that have not been used yet."""
 
     def rows(self, step: int, count: int, seed: int) -> tuple[list[int], float]:
-        """The rows of a step, and the passes at its end. No rows: none is usable."""
+        """Return the rows of a step and the number of epochs after it. The list is empty if no row is usable."""
         if (count, seed) != (self._count, self._seed) or step < self._step:
             self._start(count, seed)
         rows: list[int] = []
         while self._step <= step:
             rows = self._next()
             self._step += 1
-        return rows, (self._begun * self.size - len(self._waiting)) / self.size
+        return rows, (self._epochs_started * self.size - len(self._remaining)) / self.size
 
-    def steps(self, passes: float, count: int) -> int:
-        """Steps in which every usable row comes this often, at least."""
+    def steps(self, epochs: float, count: int) -> int:
+        """Return the number of steps, with `count` prompts each, that cover at least `epochs` epochs of usable rows."""
         usable = sum(map(self.usable, range(self.size)))
-        return max(1, -(-round(passes * usable) // count))
+        return max(1, -(-round(epochs * usable) // count))
 
     def _next(self) -> list[int]:
         rows: list[int] = []
         while len(rows) < self._count:
-            if not self._waiting:
-                if self._begun and not any(map(self.usable, range(self.size))):
+            if not self._remaining:
+                if self._epochs_started and not any(map(self.usable, range(self.size))):
                     break
-                self._waiting = deque(self._order(rows))
-                self._begun += 1
-            row = self._waiting.popleft()
+                self._remaining = deque(self._order(rows))
+                self._epochs_started += 1
+            row = self._remaining.popleft()
             if self.usable(row):
                 rows.append(row)
-        while self._waiting and not self.usable(self._waiting[0]):  # so that a pass ends with its last usable row
-            self._waiting.popleft()
+        while self._remaining and not self.usable(self._remaining[0]):  # an epoch ends with its last usable row
+            self._remaining.popleft()
         return rows
 
     def _order(self, taken: list[int]) -> list[int]:
-        """The next pass. If a step has taken rows of the one before, others come first until it is full."""
-        key = np.random.SeedSequence((self._seed, self._begun)).generate_state(1, np.uint64) >> 1
+        """Return the order of the next epoch. Rows that the current step does not contain yet come first."""
+        key = np.random.SeedSequence((self._seed, self._epochs_started)).generate_state(1, np.uint64) >> 1
         order = torch.randperm(self.size, generator=torch.Generator().manual_seed(int(key[0]))).tolist()
         if not taken:
             return order
@@ -75,7 +74,7 @@ class EpochSampler:
 
 
 class StreamSampler:
-    """Rows of a stream: each step takes the next ones that are usable. There is no end, and no order of its own."""
+    """Rows of a stream: each step takes the next usable rows. A stream has no length."""
 
     def __init__(self, usable: Callable[[int], bool]):
         self.usable = usable
@@ -84,32 +83,31 @@ class StreamSampler:
     def _start(self, count: int) -> None:
         self._count, self._step = count, 0
         self.position = 0
-        """The rows that have come so far."""
+        """Number of rows read so far."""
 
     def rows(self, step: int, count: int, seed: int) -> tuple[list[int], float | None]:
-        """The rows of a step. How many passes there have been, nobody knows."""
+        """Return the rows of a step, and None for the number of epochs, which is unknown."""
         if count != self._count or step < self._step:
             self._start(count)
         rows: list[int] = []
         while self._step <= step:
-            rows, barren = [], 0
-            while len(rows) < count and barren < MAX_UNUSABLE_ROWS:
+            rows, num_unusable = [], 0
+            while len(rows) < count and num_unusable < MAX_UNUSABLE_ROWS:
                 usable = self.usable(self.position)
                 rows += [self.position] if usable else []
-                barren = 0 if usable else barren + 1
+                num_unusable = 0 if usable else num_unusable + 1
                 self.position += 1
             self._step += 1
         return rows, None
 
-    def steps(self, passes: float, count: int) -> int:
-        raise ConfigError(f"--data-epochs {passes:g}: nobody knows the length of a stream. Set --steps")
+    def steps(self, epochs: float, count: int) -> int:
+        raise ConfigError(f"--data-epochs {epochs:g}: the length of a stream is unknown. Set --steps")
 
 
-def steps_for_epochs(passes: float, prompts: int, task: Any) -> int:
-    """Steps that go through the rows of a task this often. Rows that are left out are not counted."""
+def steps_for_epochs(epochs: float, prompts: int, task: Any) -> int:
+    """Return the number of steps for this number of epochs. Rows that are left out are not counted."""
     if task.epoch_sampler is None:
         raise ConfigError(
-            f"--data-epochs {passes:g}: the task has no rows to go through; its prompts are made, and there is no end "
-            "of them. Set --steps"
+            f"--data-epochs {epochs:g}: the task generates its prompts without end, so it has no epochs. Set --steps"
         )
-    return task.epoch_sampler.steps(passes, prompts)
+    return task.epoch_sampler.steps(epochs, prompts)

@@ -1,11 +1,11 @@
-"""Objects of Python in the place of names: reward functions, rows, choices and tasks that lie in no file.
+"""Registry of Python objects in settings: reward functions, rows, choices and tasks that are not in a file.
 
-Settings are text, and a run's settings are a file. So an object gets a name, object:NAME@HASH, which stands in
-config.json. The object itself stays in this process, in `KNOWN`. A run folder never holds it, only what it looked like:
-its source text, what it holds and its hash. Whoever resumes the run gives the object again, and it has to be the same.
+Settings are text and are saved to a file. So an object is registered under a name, object:NAME@HASH, which config.json
+contains. The object itself stays in this process, in `OBJECTS`. A run folder only has its description: source code,
+captured values and hash. To resume the run, the same object must be passed again.
 
-The hash covers the text of the code without its comments, and the values that it holds: closures, defaults, and globals
-of its own module. An object that cannot be compared (a client, a model) counts by its type alone.
+The hash covers the code without comments and the captured values: closures, defaults, and globals of the same module.
+Objects that cannot be compared (a client, a model) are hashed by their type.
 """
 
 import ast
@@ -26,56 +26,56 @@ from ascent.core.errors import ConfigError
 from ascent.tasks.base import error_line
 
 OBJECTS: dict[str, Any] = {}
-"""The objects of this process, by their names."""
+"""Registered objects by name."""
 OBJECT_DESCRIPTIONS: dict[str, dict[str, Any]] = {}
-"""What is written down of each."""
+"""Description of each registered object, which is recorded in the run folder."""
 OBJECT_PREFIX = "object:"
 MAX_SOURCE_CHARACTERS = 20_000
-"""Characters of a source text that are written down."""
+"""Maximum number of characters of source code in a description."""
 
 
-def register_object(setting: str, value: Any, about: dict[str, Any] | None = None) -> str:
-    """The name of an object, under which it is known from here on. `setting`: what it was given as."""
-    described = {"setting": setting, **(about or describe_object(value))}
-    label = described["name"].rpartition(".")[2].strip("<>")
-    name = f"{OBJECT_PREFIX}{label}@{described['hash'][:12]}"
+def register_object(setting: str, value: Any, description: dict[str, Any] | None = None) -> str:
+    """Register an object that is the value of `setting`, and return its name."""
+    description = {"setting": setting, **(description or describe_object(value))}
+    label = description["name"].rpartition(".")[2].strip("<>")
+    name = f"{OBJECT_PREFIX}{label}@{description['hash'][:12]}"
     OBJECTS[name] = value
-    OBJECT_DESCRIPTIONS[name] = described
+    OBJECT_DESCRIPTIONS[name] = description
     return name
 
 
 def find_object(name: str, flag: str) -> Any:
     if name not in OBJECTS:
         raise ConfigError(
-            f"{flag} {object_label(name)}: it was given in Python, and this process does not have it. Give it again: "
-            f"ascent.resume(folder, {flag.removeprefix('--').lower()}=…), or ascent.load with the same"
+            f"{flag} {object_label(name)} is a Python object that this process does not have. Pass it again: "
+            f"ascent.resume(folder, {flag.removeprefix('--').lower()}=…), or ascent.load with the same argument"
         )
     return OBJECTS[name]
 
 
 def object_label(name: str) -> str:
-    """object:brevity@1f2e -> brevity."""
+    """Return the label in a name: brevity for object:brevity@1f2e."""
     return name.removeprefix(OBJECT_PREFIX).rpartition("@")[0]
 
 
 def register_class(setting: str, cls: type) -> None:
-    """Name a user's own class, by which its instances are written down."""
+    """Register a user-defined class, so that settings can name its instances."""
     if "__ascent_source__" not in vars(cls):
         cls.__ascent_source__ = register_object(setting, cls)  # type: ignore[attr-defined]
 
 
 def pickle_object(name: str, flag: str) -> bytes:
-    """An object as a grading process gets it; refused with what to do if it cannot be sent."""
+    """Pickle an object for worker processes; raise ConfigError if that is impossible."""
     import cloudpickle
 
     value = find_object(name, flag)
     try:
         return cloudpickle.dumps(value)
     except Exception as error:
-        holds = OBJECT_DESCRIPTIONS[name].get("holds") or {}
-        held = f" It holds {', '.join(f'{k} ({v})' for k, v in holds.items())}." if holds else ""
+        captured = OBJECT_DESCRIPTIONS[name].get("holds") or {}
+        note = f" It captures {', '.join(f'{k} ({v})' for k, v in captured.items())}." if captured else ""
         raise ConfigError(
-            f"{flag} {object_label(name)} cannot be pickled for the reward workers: {error_line(error)}.{held} Create "
+            f"{flag} {object_label(name)} cannot be pickled for the reward workers: {error_line(error)}.{note} Create "
             "what cannot be pickled inside the function, or run the function in the main process with "
             "ascent.Reward(function, in_process=True)"
         ) from None
@@ -85,14 +85,14 @@ def pickle_object(name: str, flag: str) -> bytes:
 
 
 def object_names(settings: Any) -> Iterator[str]:
-    """The names of objects anywhere in settings, also with a weight before them."""
+    """Yield the names of objects anywhere in settings, without their weights."""
     if isinstance(settings, Mapping):
         settings = list(settings.values())
     if isinstance(settings, list | tuple):
         for value in settings:
             yield from object_names(value)
-    elif isinstance(settings, str) and (found := re.fullmatch(r"(?:[^:]*\*)?(object:.+)", settings)):
-        yield found[1]
+    elif isinstance(settings, str) and (match := re.fullmatch(r"(?:[^:]*\*)?(object:.+)", settings)):
+        yield match[1]
 
 
 def describe_objects(settings: Any) -> dict[str, dict[str, Any]]:
@@ -102,37 +102,39 @@ def describe_objects(settings: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def match_objects(recorded: Mapping[str, Any], given: Sequence[str], anyway: bool) -> dict[str, str]:
-    """Find the objects that a run was made with among those of this process, or refuse; `given` are those given now.
+def match_objects(recorded: Mapping[str, Any], passed: Sequence[str], anyway: bool) -> dict[str, str]:
+    """Match the objects of a recorded run with `passed`, those passed now, and with those of this process.
 
-    One that differs is refused with the difference, or taken `anyway`: returned are the names of such, old and new.
+    An object that differs is an error that shows the difference; with `anyway` it is accepted. Return the old and new
+    names of the accepted ones.
     """
     changed: dict[str, str] = {}
-    left = [name for name in given if name not in recorded]
-    about = {name: was for name, was in recorded.items() if isinstance(was, Mapping)}
-    for name, was in about.items():
-        setting, label = was.get("setting"), object_label(name)
-        others = [other for other in left if OBJECT_DESCRIPTIONS[other]["setting"] == setting]
+    unmatched = [name for name in passed if name not in recorded]
+    descriptions = {name: old for name, old in recorded.items() if isinstance(old, Mapping)}
+    for name, old in descriptions.items():
+        setting, label = old.get("setting"), object_label(name)
+        others = [other for other in unmatched if OBJECT_DESCRIPTIONS[other]["setting"] == setting]
         others = [other for other in others if object_label(other) == label] or others
-        if name in given or (name in OBJECTS and not others):
+        if name in passed or (name in OBJECTS and not others):
             continue
         if not others:
-            asked = ", ".join(f"{about[n].get('setting')}={object_label(n)}" for n in about if n not in OBJECTS)
+            missing = [name for name in descriptions if name not in OBJECTS]
+            arguments = ", ".join(f"{descriptions[n].get('setting')}={object_label(n)}" for n in missing)
             raise ConfigError(
-                f"this run was made with objects of Python, which are not in its folder. Give them again: {asked}"
+                f"this run was started with Python objects, which are not in its folder. Pass them again: {arguments}"
             )
-        left.remove(others[0])
+        unmatched.remove(others[0])
         if not anyway:
             raise ConfigError(
-                f"{setting} {label} is not what this run was made with:\n{compare_objects(name, others[0], was)}\nGive "
-                "the same one, or anyway=True to continue with this one; the run will say so"
+                f"{setting} {label} differs from that of this run:\n{compare_objects(name, others[0], old)}\nPass the "
+                "same one, or anyway=True to continue with this one, which the run will record"
             )
         changed[name] = others[0]
     return changed
 
 
 def replace_object_names(settings: Any, names: Mapping[str, str]) -> Any:
-    """Settings in which objects have other names."""
+    """Replace names of objects in settings."""
     if isinstance(settings, Mapping):
         return {key: replace_object_names(value, names) for key, value in settings.items()}
     if isinstance(settings, list | tuple):
@@ -143,32 +145,32 @@ def replace_object_names(settings: Any, names: Mapping[str, str]) -> Any:
     return settings
 
 
-def compare_objects(old: str, new: str, was: Mapping[str, Any]) -> str:
-    """How an object differs from the one that was written down, line by line."""
-    label, now = object_label(old), OBJECT_DESCRIPTIONS[new]
+def compare_objects(old: str, new: str, recorded: Mapping[str, Any]) -> str:
+    """Return the difference between an object and its recorded description."""
+    label, current = object_label(old), OBJECT_DESCRIPTIONS[new]
     lines = difflib.unified_diff(
-        str(was.get("source") or "").splitlines(),
-        str(now.get("source") or "").splitlines(),
+        str(recorded.get("source") or "").splitlines(),
+        str(current.get("source") or "").splitlines(),
         f"{label} of the run",
         f"{label} now",
         lineterm="",
     )
-    said = list(lines)
+    differences = list(lines)
     for key in ("holds", "rows", "columns"):
-        before, after = was.get(key), now.get(key)
+        before, after = recorded.get(key), current.get(key)
         if before != after and isinstance(before, Mapping) and isinstance(after, Mapping):
             names = [n for n in {**before, **after} if before.get(n) != after.get(n)]
-            said += [f"{n}: {before.get(n, 'nothing')} in the run, {after.get(n, 'nothing')} now" for n in names]
+            differences += [f"{n}: {before.get(n, 'nothing')} in the run, {after.get(n, 'nothing')} now" for n in names]
         elif before != after:
-            said.append(f"{key}: {before} in the run, {after} now")
-    return "\n".join(said) or "what it holds differs, in a way that its text does not show"
+            differences.append(f"{key}: {before} in the run, {after} now")
+    return "\n".join(differences) or "captured values differ in a way that their text does not show"
 
 
-# ---- what an object looks like ------------------------------------------------------------------------------
+# ---- descriptions of objects ------------------------------------------------------------------------------
 
 
 def describe_object(value: Any) -> dict[str, Any]:
-    """What is written down of an object: its qualified name, its source text, what it holds, and a hash of it all."""
+    """Describe an object by its qualified name, source code, captured values, and a hash of them."""
     inner = getattr(value, "function", value) if is_dataclass(value) and not isinstance(value, type) else value
     while isinstance(inner, functools.partial):
         inner = inner.func
@@ -177,20 +179,20 @@ def describe_object(value: Any) -> dict[str, Any]:
     return {
         "name": name,
         "source": (_source(kind) or "")[:MAX_SOURCE_CHARACTERS] or None,
-        "holds": {key: _short(held) for key, held in _held(inner).items()},
+        "holds": {key: _short_text(captured) for key, captured in _captured_values(inner).items()},
         "hash": hashlib.sha256(json.dumps(_identity(value, set()), sort_keys=True).encode()).hexdigest(),
     }
 
 
-def _short(value: Any) -> str:
+def _short_text(value: Any) -> str:
     if isinstance(value, ModuleType | type | FunctionType | BuiltinFunctionType):
         return getattr(value, "__qualname__", value.__name__)
-    plain = isinstance(value, str | int | float | bool | list | tuple | dict | set | None)
-    return f"{value!r:.100}" if plain else type(value).__name__
+    is_plain = isinstance(value, str | int | float | bool | list | tuple | dict | set | None)
+    return f"{value!r:.100}" if is_plain else type(value).__name__
 
 
-def _held(value: Any) -> dict[str, Any]:
-    """Closures, defaults and globals of a function that belong to its own module; the fields of an instance."""
+def _captured_values(value: Any) -> dict[str, Any]:
+    """Return a function's closure, defaults and globals of its module; of an instance, its attributes."""
     value = value.__func__ if isinstance(value, MethodType) else value
     if not isinstance(value, FunctionType):
         return {} if isinstance(value, type) or not hasattr(value, "__dict__") else dict(vars(value))
@@ -200,7 +202,7 @@ def _held(value: Any) -> dict[str, Any]:
 
 
 def _identity(value: Any, seen: set[int]) -> Any:
-    """A value as JSON that is the same for the same value in another process."""
+    """Encode a value as JSON that is equal for equal values in any process."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float | complex | bytes):
@@ -225,7 +227,7 @@ def _identity(value: Any, seen: set[int]) -> Any:
     if hasattr(value, "tobytes") and hasattr(value, "dtype"):
         return ["array", str(value.dtype), str(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
     kind = type(value)
-    if _is_own(kind) or (is_dataclass(kind) and kind.__module__.startswith("ascent")):
+    if _is_user_code(kind) or (is_dataclass(kind) and kind.__module__.startswith("ascent")):
         return [
             _identity(kind, seen),
             {k: _identity(v, seen) for k, v in sorted(getattr(value, "__dict__", {}).items())},
@@ -234,22 +236,22 @@ def _identity(value: Any, seen: set[int]) -> Any:
 
 
 def _code_identity(value: Any, seen: set[int]) -> Any:
-    """A function or a class: its text, and what it holds; by name alone where a library brings it."""
+    """Encode a function or class by its code and captured values; if it is from a library, by its name."""
     name = value.__qualname__.replace("<locals>.", "")
-    if not _is_own(value):
+    if not _is_user_code(value):
         return ["code", value.__module__, name]
-    text = _source(value, plain=True)
+    text = _source(value, normalized=True)
     if isinstance(value, type):
         methods = {k: f for k, f in vars(value).items() if isinstance(f, FunctionType) and _lines(f)}
-        held = {k: _identity(_held(method), seen) for k, method in sorted(methods.items())}
+        captured = {k: _identity(_captured_values(method), seen) for k, method in sorted(methods.items())}
         shape = {k: str(v) for k, v in sorted(getattr(value, "__annotations__", {}).items())}
         shape |= {f.name: repr(f.default) for f in fields(value)} if is_dataclass(value) else {}
-        return ["class", text or name, shape, [base.__qualname__ for base in value.__bases__], held]
-    return ["function", text or _bytecode(value.__code__), _identity(_held(value), seen)]
+        return ["class", text or name, shape, [base.__qualname__ for base in value.__bases__], captured]
+    return ["function", text or _bytecode(value.__code__), _identity(_captured_values(value), seen)]
 
 
-def _is_own(value: Any) -> bool:
-    """Is this code of the user's, and not of an installed library? What __main__ holds is, whatever file started it."""
+def _is_user_code(value: Any) -> bool:
+    """Return whether code is the user's, not an installed library's. Code of __main__ always is."""
     module = sys.modules.get(getattr(value, "__module__", None) or "")
     file = (getattr(module, "__file__", None) or "") if module is not sys.modules["__main__"] else ""
     return (
@@ -260,19 +262,19 @@ def _is_own(value: Any) -> bool:
 
 
 def _bytecode(code: CodeType) -> list[Any]:
-    """For code without a text: what it does, in the bytecode of this version of Python."""
+    """Encode code whose source is unavailable by its bytecode and the version of Python."""
     constants = [_bytecode(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
     return [sys.version_info[:2], code.co_code.hex(), constants, list(code.co_names)]
 
 
 def _lines(function: Any) -> list[str]:
-    """The file or the notebook's cell that a function is from."""
+    """Return the lines of the file or notebook cell that defines a function."""
     code = getattr(function, "__code__", None)
     return [] if code is None else linecache.getlines(code.co_filename, getattr(function, "__globals__", None))
 
 
-def _source(value: Any, plain: bool = False) -> str | None:
-    """The text of a function, a lambda or a class alone; `plain`: without comments, in one spelling."""
+def _source(value: Any, normalized: bool = False) -> str | None:
+    """Return the source code of a function, lambda or class; `normalized`: without comments and formatting."""
     value = value.__func__ if isinstance(value, MethodType) else value
     functions = [value] if isinstance(value, FunctionType) else []
     if isinstance(value, type):
@@ -286,7 +288,7 @@ def _source(value: Any, plain: bool = False) -> str | None:
     node = _class_node(tree, value, functions[0]) if isinstance(value, type) else _function_node(tree, value)
     if node is None:
         return None
-    if not plain:
+    if not normalized:
         return ast.get_source_segment(text, node)
     if hasattr(node, "decorator_list"):
         node.decorator_list = []
@@ -302,17 +304,17 @@ def _function_node(tree: ast.AST, function: FunctionType) -> Any:
                 if first == code.co_firstlineno:
                     return node
         return None
-    places = [(line, at) for line, _, at, end in code.co_positions() if line and at is not None and end and end > at]
-    inside = [
+    positions = [(line, at) for line, _, at, end in code.co_positions() if line and at is not None and end and end > at]
+    lambdas = [
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.Lambda)
         and all(
-            (node.body.lineno, node.body.col_offset) <= place < (node.body.end_lineno, node.body.end_col_offset)
-            for place in places
+            (node.body.lineno, node.body.col_offset) <= position < (node.body.end_lineno, node.body.end_col_offset)
+            for position in positions
         )
     ]
-    return inside[-1] if inside else None  # the innermost: `walk` goes from the outside in
+    return lambdas[-1] if lambdas else None  # `walk` goes from the outside in, so the last one is the innermost
 
 
 def _class_node(tree: ast.AST, cls: type, method: FunctionType) -> Any:

@@ -1,13 +1,13 @@
-"""What small and text tasks score alike: offline data, which nobody sampled, and process rewards.
+"""Scores that small and text tasks share: offline data, sums of rewards, and process rewards.
 
-A process reward scores steps, on top of a task's own reward. A step's reward lies on its last token.
+A process reward scores steps, in addition to a task's own reward. A step's reward is on its last token.
 
-    process:RUN         what each step adds: its score less that of the step before it. The sum is the last score,
-                        so that a response earns nothing by having more steps
+    process:RUN         the increase of the score by each step: its score minus that of the step before. They sum to
+                        the last score, so that more steps do not earn more
     process-score:RUN   the score of each step itself
 
-What else a task rewards lies on the last token of the response. Small tasks mix their rewards by weights here; text
-tasks mix theirs where they are graded, in words (`text/grading.py`).
+All other rewards are on the last token of the response. Small tasks compute the weighted sum of their rewards here;
+text tasks do so in `rewards/reward_manager.py`.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ PROCESS_KINDS = ("process", "process-score")
 def offline_rollouts(
     prompts: Prompts, response: Tensor, mask: Tensor, space: Space, truncated: Tensor | None = None
 ) -> Rollouts:
-    """Rollouts that nobody sampled: their log-probs under whoever wrote them are unknown, and 0 here."""
+    """Return rollouts of offline data. Their sampler log-probs are unknown, and set to 0."""
     return Rollouts(
         prompt=prompts.prompt,
         problem=prompts.problem,
@@ -42,7 +42,7 @@ def offline_rollouts(
 
 
 def pad_responses(groups: list[list[list[int]]]) -> tuple[Tensor, Tensor]:
-    """Responses [prompt][sample] and their mask as tensors `[prompt sample token]`, as wide as the longest."""
+    """Return responses and their mask as tensors `[prompt sample token]`, padded to the longest response."""
     length = torch.tensor([[len(ids) for ids in group] for group in groups])
     width = int(length.max())
     response = torch.tensor([[ids + [0] * (width - len(ids)) for ids in group] for group in groups])
@@ -50,7 +50,7 @@ def pad_responses(groups: list[list[list[int]]]) -> tuple[Tensor, Tensor]:
 
 
 def offline_scores(rollouts: Rollouts, pairs: bool) -> Scores:
-    """A demonstration earns 1; of a pair the chosen response, which is the first one, earns 1 and the other 0."""
+    """Return the scores of offline data: 1 for demonstrations and chosen responses (the first of a pair), else 0."""
     shape = rollouts.mask.shape[:2]
     reward = torch.ones(*shape, 1)
     if pairs:
@@ -58,8 +58,8 @@ def offline_scores(rollouts: Rollouts, pairs: bool) -> Scores:
     return Scores(reward, torch.ones(shape, dtype=torch.bool), None)
 
 
-def gains(score: PerToken, ends: Bool[Tensor, "prompt sample token"]) -> PerToken:
-    """What each step adds to the score before it; the first adds all of its own. `ends`: the last tokens of steps."""
+def score_increases(score: PerToken, ends: Bool[Tensor, "prompt sample token"]) -> PerToken:
+    """Return the increase of the score at each step end; that of the first is its score. `ends`: last tokens."""
     total, added = torch.zeros_like(score[..., 0]), []
     for value, here in zip(score.unbind(-1), ends.unbind(-1), strict=True):
         added.append(torch.where(here, value - total, 0.0))
@@ -68,9 +68,9 @@ def gains(score: PerToken, ends: Bool[Tensor, "prompt sample token"]) -> PerToke
 
 
 def mix_rewards(scored: Sequence[tuple[RewardSource, Scores]], rollouts: Rollouts, measured: bool) -> Scores:
-    """Σ weight · reward, and what each gives by its name, if that is `measured`. Where one failed, the sum did."""
-    (part, scores), *more = scored
-    if not more and not measured:
+    """Return Σ weight · reward, and each reward by name if `measured`. The sum is invalid where any reward failed."""
+    (part, scores), *others = scored
+    if not others and not measured:
         return replace(scores, reward=part.weight * scores.reward, measures={})
     rewards = [scores.reward for _, scores in scored]
     if any(reward.shape[-1] > 1 for reward in rewards):
@@ -85,13 +85,13 @@ def mix_rewards(scored: Sequence[tuple[RewardSource, Scores]], rollouts: Rollout
 def add_process_rewards(
     base: Scores, rollouts: Rollouts, parts: Sequence[tuple[RewardSource, PerToken, Tensor]]
 ) -> Scores:
-    """Scores with process rewards added, if there are any, each given by its scores and by where steps end."""
+    """Add process rewards to `base`; each has scores per token and marks the last tokens of steps."""
     if not parts:
         return base
     reward = per_token_reward(rollouts, base.reward)
     measures = dict(base.measures)
     for part, score, ends in parts:
-        earned = gains(score, ends) if part.kind == "process" else torch.where(ends, score, 0.0)
+        earned = score_increases(score, ends) if part.kind == "process" else torch.where(ends, score, 0.0)
         reward = reward + part.weight * earned
         measures[f"rewards/{part.name}"] = earned.sum(-1)
     return replace(base, reward=reward, measures=measures)

@@ -1,4 +1,4 @@
-"""How settings name tools and environments: `calculator`, `python`, python:FILE:NAME, or an object of Python."""
+"""Names of tools and environments in settings: `calculator`, `python`, python:FILE:NAME, or a Python object."""
 
 import importlib.util
 import re
@@ -12,19 +12,19 @@ from ascent.tasks.python_objects import OBJECT_PREFIX, register_object
 from ascent.tasks.user_files import absolute_path
 
 CALLABLE_SETTINGS = {
-    "environment": "an environment is a class, which each episode makes",
-    "tools": "a tool is a function",
-    "agent": "an agent is a function, f(base_url, key, problem)",
+    "environment": "an environment must be a class, which is instantiated for each episode",
+    "tools": "a tool must be a function",
+    "agent": "an agent must be a function, f(base_url, key, problem)",
 }
-"""What answers the turns of a response, by its setting, and what it is as an object of Python."""
+"""Settings whose values may be Python callables, and what kind of callable each one takes."""
 BUILT_IN_TOOLS = ("calculator", "python")
-"""Those of `environments.tools`."""
+"""The tools of `environments.tools`."""
 
 
 def tool_sources(entries: Sequence[str], flag: str = "--tools") -> tuple[str, ...]:
-    """Each tool by a name of its own: `calculator`, python:/whole/path.py:search, or an object.
+    """Return one source per tool: `calculator`, python:/absolute/path.py:search, or an object.
 
-    In python:FILE:search,convert the names behind the first are functions of the same file, unless they are built in.
+    In python:FILE:search,convert the names after the first are functions of the same file, unless they are built in.
     """
     sources: list[str] = []
     file = ""
@@ -39,14 +39,14 @@ def tool_sources(entries: Sequence[str], flag: str = "--tools") -> tuple[str, ..
             sources.append(f"{file}:{entry}")
         else:
             raise ConfigError(
-                (f"{flag} {entry}: a tool is python:FILE:FUNCTION, or one of: {', '.join(BUILT_IN_TOOLS)}.")
+                f"{flag} {entry}: a tool is python:FILE:FUNCTION, or one of: {', '.join(BUILT_IN_TOOLS)}."
                 + nearest(entry, BUILT_IN_TOOLS)
             )
     return tuple(sources)
 
 
 def register_callables(setting: str, value: Any) -> Any:
-    """Tools, an environment or an agent as settings have them: functions and classes by name. Text stays as it is."""
+    """Replace functions and classes among tools, environment or agent with their registered names; keep text."""
     if value is None or isinstance(value, str):
         return value or ""
     if setting == "tools":
@@ -62,11 +62,11 @@ def _name(setting: str, value: Any) -> str:
 
 
 def check_game(name: str) -> None:
-    """Refuse a game that textarena lacks. Its list of games is read as text: importing it takes seconds."""
-    found = importlib.util.find_spec("textarena")
-    if found is None:
+    """Raise ConfigError for an unknown game. The list of games is read as text, because importing it takes seconds."""
+    spec = importlib.util.find_spec("textarena")
+    if spec is None:
         raise ConfigError(f"textarena:{name} needs textarena: pip install 'ascent-rl[gym]'")
-    lists = [Path(folder, "envs", "__init__.py") for folder in found.submodule_search_locations or ()]
+    lists = [Path(folder, "envs", "__init__.py") for folder in spec.submodule_search_locations or ()]
     text = "".join(file.read_text(encoding="utf-8") for file in lists if file.is_file())
     games = re.findall(r"^register_with_versions\(\s*id=[\"']([^\"']+)", text, re.MULTILINE)
     if games and name not in games and f"{name}-v0" not in games:

@@ -1,4 +1,4 @@
-"""A user's own files: problems in JSONL, of which some are held out, and Python. Graders import it: no torch here."""
+"""User files: JSONL data with held-out rows, and Python files. Reward workers import it, so it imports no torch."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def read_jsonl(path: Path | str) -> list[tuple[str, dict[str, Any]]]:
-    """The objects of a JSONL file, each with its place (FILE, line N); a line that is not an object is refused."""
+    """Return the objects of a JSONL file, each with its location ("FILE, line N"). Other lines are errors."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
@@ -30,15 +30,15 @@ def read_jsonl(path: Path | str) -> list[tuple[str, dict[str, Any]]]:
             except ValueError as error:
                 raise ConfigError(f"{where} is not JSON: {error}") from None
             if not isinstance(row, dict):
-                raise ConfigError(f"{where}: a line is an object with columns, and this is {row!r:.60}")
+                raise ConfigError(f"{where}: expected a JSON object, got {row!r:.60}")
             rows.append((where, row))
     if not rows:
-        raise ConfigError(f"{path} is empty: it has no line with a JSON object")
+        raise ConfigError(f"{path} is empty: expected one JSON object per line")
     return rows
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """A JSONL file, written aside, flushed and renamed: it is there whole or not at all."""
+    """Write a JSONL file atomically: to a temporary file that is synced and renamed."""
     aside = path.with_name(f".{path.name}.new")
     with open(aside, "w") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -48,15 +48,15 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def absolute_path(file: str) -> str:
-    """The whole path of a file, so that a run can be resumed from any folder."""
+    """Return the absolute path of a file, so that a run can be resumed from any folder."""
     return str(Path(file).expanduser().resolve())
 
 
 def file_stamp(file: str | Path) -> tuple[tuple[int, int], ...]:
-    """Changes when the file does, or a file of the folder."""
+    """Return modification times and sizes of a file, or of the files of a folder."""
     path = Path(file)
-    found = [file.stat() for file in (sorted(path.iterdir()) if path.is_dir() else [path]) if file.exists()]
-    return tuple((file.st_mtime_ns, file.st_size) for file in found)
+    stats = [file.stat() for file in (sorted(path.iterdir()) if path.is_dir() else [path]) if file.exists()]
+    return tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)
 
 
 def canonical_prompt(prompt: str | list[Any]) -> str:
@@ -64,13 +64,13 @@ def canonical_prompt(prompt: str | list[Any]) -> str:
 
 
 def is_held_out(prompt: str | list[Any], one_in: int = 10) -> bool:
-    """Decided by a hash of the prompt, one in `one_in`, so that no list has to be kept."""
+    """Return whether a prompt is held out: one in `one_in`, by the prompt's hash."""
     text = canonical_prompt(prompt).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) % one_in == 0
 
 
 def split_held_out(rows: list[T], prompt_of: Callable[[T], Any], source: str) -> tuple[list[T], list[T]]:
-    """Rows to train on and rows to test on. Of a small file the last prompt is held out."""
+    """Split rows into training and test rows. If the hash gives only one kind, the last prompt is held out."""
     train = [row for row in rows if not is_held_out(prompt_of(row))]
     test = [row for row in rows if is_held_out(prompt_of(row))]
     if not train or not test:
@@ -78,7 +78,7 @@ def split_held_out(rows: list[T], prompt_of: Callable[[T], Any], source: str) ->
         train = [row for row in rows if prompt_of(row) != last]
         test = [row for row in rows if prompt_of(row) == last]
     if not train:
-        raise ConfigError(f"{source}: at least two different prompts are needed: one to train on, one to hold out")
+        raise ConfigError(f"{source}: needs at least two different prompts, one for training and one held out")
     return train, test
 
 
@@ -89,18 +89,18 @@ def require_columns(row: Mapping[str, Any], columns: Iterable[str], where: str, 
 
 
 def steps_and_labels(row: Mapping[str, Any], where: str) -> tuple[list[Any], list[float]]:
-    """The steps of a row and a finite number for each; refused with its place if there are not as many."""
+    """Return the steps of a row and their labels, one finite number per step."""
     require_columns(row, ("prompt", "steps", "labels"), where)
     steps, labels = row["steps"], row["labels"]
     if not (isinstance(steps, list) and isinstance(labels, list) and steps and len(steps) == len(labels)):
         raise ConfigError(
-            f"{where}: steps and labels are two lists of the same length, at least 1; these are {steps!r:.60} and "
+            f"{where}: steps and labels must be lists of the same length, at least 1; got {steps!r:.60} and "
             f"{labels!r:.60}"
         )
     for label in labels:
         if not isinstance(label, bool | int | float) or not abs(label) < float("inf"):
             raise ConfigError(
-                f"{where}, column labels: a label is a finite number, true or false, and one is {label!r:.40}"
+                f"{where}, column labels: a label must be a finite number, true or false; got {label!r:.40}"
             )
     return steps, [float(label) for label in labels]
 
@@ -109,21 +109,21 @@ def steps_and_labels(row: Mapping[str, Any], where: str) -> tuple[list[Any], lis
 
 
 def load_python(flag: str, name: str) -> Any:
-    """The object NAME of the Python file FILE, given as python:FILE:NAME."""
+    """Return the object of python:FILE:NAME."""
     parts = name.split(":")
     if len(parts) != 3 or not all(parts):
-        raise ConfigError(f"{flag} {name}: a choice of your own is written python:FILE:NAME")
+        raise ConfigError(f"{flag} {name}: expected python:FILE:NAME")
     path = Path(parts[1]).expanduser()
     if not path.is_file():
         raise ConfigError(f"{flag} {name}: there is no file {path}")
     try:
         module = run_file(path)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{flag} {name}: {path} does not run: {type(error).__name__}: {error}") from None
+        raise ConfigError(f"{flag} {name}: {path} raised {type(error).__name__}: {error}") from None
     value = getattr(module, parts[2], None)
     if value is None:
         public = [n for n in vars(module) if not n.startswith("_")]
-        raise ConfigError((f"{flag} {name}: {path} has no {parts[2]}.") + nearest(parts[2], public))
+        raise ConfigError(f"{flag} {name}: {path} has no {parts[2]}." + nearest(parts[2], public))
     if isinstance(value, type):
         value.__ascent_source__ = f"python:{path.resolve()}:{parts[2]}"  # type: ignore[attr-defined]
     return value

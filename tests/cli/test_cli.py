@@ -495,7 +495,7 @@ BAD: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "no such task": (("train", "lectrue"), ("lectrue", "lecture, sort", "Did you mean lecture?")),
     "no such row": (("train", "sort", "--algorithm", "grpoo"), ("--algorithm grpoo", "Did you mean grpo?")),
     "no such choice": (("train", "sort", "--advantage", "centred"), ("--advantage centred", "Did you mean centered?")),
-    "no such reward": (("train", "sort", "--reward", "exactly"), ("--reward exactly", "Did you mean exact?")),
+    "unknown reward": (("train", "sort", "--reward", "exactly"), ("--reward exactly", "Did you mean exact?")),
     "no such preset": (("train", "sort", "--preset", "course"), ("--preset course", "default")),
     "no such field": (("train", "sort", "--loss.hihg", 0.3), ("--loss.hihg", "--loss.high")),
     "a field of another choice": (("train", "sort", "--loss", "log-prob", "--loss.high", 0.3), ("--loss.high",)),

@@ -603,22 +603,22 @@ def test_a_taskset_that_is_not_there_is_the_error_of_its_episodes(environment: P
     ("text", "words"),
     [
         ("pyton:a.py:f", "an agent is python:FILE:NAME, command:WORDS.* Did you mean python"),
-        ("python:a.py", "write python:FILE:NAME"),
+        ("python:a.py", "expected python:FILE:NAME"),
         ("agent", "an agent is python:FILE:NAME"),
         ("command:", "nothing follows command:. An agent is python:FILE:NAME"),
-        ("openenv:localhost:8000", "write the address of its server"),
+        ("openenv:localhost:8000", "expected the address of its server"),
         ("python:FOLDER/nowhere.py:f", "there is no file"),
         ("python:FOLDER/own.py:agnet", "has no agnet.*agent"),
-        ("python:FOLDER/own.py:number", "it is a int, and an agent is a function"),
-        ("python:FOLDER/own.py:Holder", "it is a type, and an agent is a function"),
-        ("python:FOLDER/own.py:holder", "it is a Holder, and an agent is a function"),
-        ("python:FOLDER/own.py:two", r"it takes \(problem, more\).*by name it may ask for any of base_url, key"),
+        ("python:FOLDER/own.py:number", "it is a int, but an agent must be a function"),
+        ("python:FOLDER/own.py:Holder", "it is a type, but an agent must be a function"),
+        ("python:FOLDER/own.py:holder", "it is a Holder, but an agent must be a function"),
+        ("python:FOLDER/own.py:two", r"it takes \(problem, more\).*takes any of these by name: base_url, key"),
         ("python:FOLDER/own.py:four", r"it takes \(a, b, c, d\)"),
         ("command:no-such-program --x", "there is no program 'no-such-program'"),
-        ('command:python "', "its words cannot be read"),
+        ('command:python "', "the command cannot be parsed"),
         ("verifiers:guess:FOLDER", "no virtual environment with verifiers.*`make verifiers`"),
         ("verifiers:FOLDER/none.py:FOLDER", "there is no file"),
-        ("openenv:http://127.0.0.1:9", r"no server of OpenEnv answers at http://127.0.0.1:9 \(.*Start it first"),
+        ("openenv:http://127.0.0.1:9", r"no OpenEnv server responds at http://127.0.0.1:9 \(.*Start it first"),
     ],
 )
 def test_what_is_not_there_is_refused_before_anything_starts(folder: Path, text: str, words: str) -> None:
@@ -653,7 +653,7 @@ def test_a_server_of_openenv_needs_websockets(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_signature_of_an_agent_that_cannot_be_read() -> None:
-    with pytest.raises(RewardCallError, match="its signature cannot be read: an agent is a function"):
+    with pytest.raises(RewardCallError, match="its signature cannot be read: an agent must be a function"):
         read_agent_signature(max)
 
 
@@ -682,7 +682,7 @@ def test_the_form_of_an_agents_function() -> None:
     ):
         assert read_agent_signature(function)(**given) == asked
     for odd in (nothing, two_places, a_name_too_many, int, None):
-        with pytest.raises(RewardCallError, match="an agent is a function"):
+        with pytest.raises(RewardCallError, match="an agent must be a function"):
             read_agent_signature(odd)
 
 

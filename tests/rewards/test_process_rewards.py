@@ -30,7 +30,7 @@ from ascent.rewards.tokenized_task import split_steps
 from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.runs.alerts.step_alerts import reward_weights
 from ascent.settings import configure
-from ascent.tasks.scoring import gains, offline_rollouts, pad_responses
+from ascent.tasks.scoring import offline_rollouts, pad_responses, score_increases
 from ascent.tasks.small.sorting import Sort
 from ascent.workflows.labels import StepLabeler, label_steps
 from ascent.workflows.loaded_policy import LoadedPolicy, untrained_policy
@@ -41,7 +41,7 @@ ROW = ALGORITHMS["process-reward"]
 WORLD: dict[str, Any] = {"length": 2, "numbers": 4, "threads": 1, "policy.width": 16, "policy.layers": 1}
 
 
-# ---- steps, gains, and the loss -------------------------------------------------------------------------
+# ---- steps, score increases, and the loss -------------------------------------------------------------------------
 
 CUTS = {
     "one step": (["a", "b", ""], [("ab", 2)]),
@@ -73,7 +73,7 @@ def test_steps_lose_no_word_and_end_where_the_response_does(pieces: list[str]) -
 def test_what_steps_add_sums_to_the_last_score() -> None:
     score = torch.tensor([[[9.0, 0.5, 9.0, 0.2, 0.9]]])
     where = torch.tensor([[[False, True, False, True, True]]])
-    torch.testing.assert_close(gains(score, where), torch.tensor([[[0.0, 0.5, 0.0, -0.3, 0.7]]]))
+    torch.testing.assert_close(score_increases(score, where), torch.tensor([[[0.0, 0.5, 0.0, -0.3, 0.7]]]))
 
 
 def test_the_loss_is_half_a_squared_error_with_the_tokens_weights() -> None:
@@ -427,8 +427,8 @@ def test_prefixes_of_words_are_continued_within_the_limit(tiny_folder: Path, tmp
         ({"prompt": "p", "steps": ["a"]}, "has no column labels"),
         ({"prompt": "p", "steps": ["a"], "labels": [1, 0]}, "of the same length"),
         ({"prompt": "p", "steps": ["a"], "labels": ["good"]}, "a finite number"),
-        ({"prompt": "p", "steps": ["a\nb"], "labels": [1]}, "holds the separator"),
-        ({"prompt": "p", "steps": [""], "labels": [1]}, "a step is words"),
+        ({"prompt": "p", "steps": ["a\nb"], "labels": [1]}, "contains the separator"),
+        ({"prompt": "p", "steps": [""], "labels": [1]}, "a step must be text"),
     ],
 )
 def test_steps_that_are_none_are_refused(row: dict[str, Any], words: str, tmp_path: Path, tiny_folder: Path) -> None:
@@ -439,11 +439,11 @@ def test_steps_that_are_none_are_refused(row: dict[str, Any], words: str, tmp_pa
 
 @pytest.mark.long
 def test_what_is_no_process_reward_is_refused(hasty: Path, scorer: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="trained something else"):
+    with pytest.raises(ConfigError, match="was trained with the loss"):
         Sort(reward=f"process:{hasty / 'policy'}")
     with pytest.raises(ConfigError, match="is not a run"):
         Sort(reward="process:nowhere")
-    with pytest.raises(ConfigError, match="no such reward"):
+    with pytest.raises(ConfigError, match="unknown reward"):
         Sort(reward=f"nonsense+process:{hasty / 'process'}")
     with pytest.raises(ConfigError, match="trained for a text task"):
         assemble(configure("sort", {"reward": f"process:{scorer}"}))

@@ -179,7 +179,7 @@ def test_what_is_no_reward_model_is_refused(
     ascent.train("sort", algorithm="sft", steps=1, out=tmp_path / "sft", **SMALL)
     for source, words in (
         (tmp_path / "nowhere", "is not a run"),
-        (tmp_path / "sft", "trained something else (likelihood)"),
+        (tmp_path / "sft", "was trained with the loss likelihood"),
     ):
         assert cli.main(["train", "sort", "--reward", f"model:{source}"]) == 2
         assert words in capsys.readouterr().err

@@ -375,7 +375,7 @@ def test_an_environment_and_tools_are_objects_in_python(place: Path, tmp_path: P
     assert run.metrics[-1]["reward"] == pytest.approx(7.0)
     assert run.config.task.environment.startswith("object:Higher@")
     assert ascent.resume(run.folder, environment=Higher).info == run.info, "it is finished, and the object is its own"
-    with pytest.raises(ConfigError, match="Higher is not what this run was made with"):
+    with pytest.raises(ConfigError, match="Higher differs from that of this run"):
         ascent.resume(run.folder, environment=type("Higher", (Higher,), {}))
 
     def double(number: int) -> int:
@@ -389,7 +389,7 @@ def test_an_environment_and_tools_are_objects_in_python(place: Path, tmp_path: P
     run = ascent.train(rows, tools=[double, "calculator"], out=tmp_path / "tools", **how)
     assert [name.partition("@")[0] for name in run.config.task.tools] == ["object:double", "calculator"]
     assert run.metrics[-1]["turns"] >= 1
-    with pytest.raises(ConfigError, match="a tool is a function"):
+    with pytest.raises(ConfigError, match="a tool must be a function"):
         ascent.train(rows, tools=[3], out=tmp_path / "no", **how)
 
 

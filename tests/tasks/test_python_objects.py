@@ -307,11 +307,11 @@ def test_missing_values_of_a_frame_are_none() -> None:
     ("rows", "why"),
     [
         ([], "rows is empty"),
-        ([1, 2], "row 0: a row is a dict with columns, and this is 1"),
+        ([1, 2], "row 0: a row must be a dict of columns; got 1"),
         ((row for row in ROWS), "can be read only once"),
-        ({"prompt": ["a"]}, "give a task by its name"),
-        (3, "give a task by its name"),
-        (lambda response: 1.0, "a function that makes rows takes no argument. A reward goes to reward="),
+        ({"prompt": ["a"]}, "expected the name of a task"),
+        (3, "expected the name of a task"),
+        (lambda response: 1.0, "a function that returns rows must take no arguments. Reward functions go to reward="),
         ([{"question": "?"}], "has no column prompt; there are: question. Set --prompt-column"),
         (ROWS, "has no column answer; there are: prompt, level"),
         (ROWS[:1], "has no column answer"),
@@ -326,13 +326,13 @@ def test_rows_that_cannot_be_trained_on_are_refused(rows: Any, why: str) -> None
 def test_a_function_that_asks_for_another_column_is_refused_before_any_work() -> None:
     with pytest.raises(ConfigError, match="reward f: it asks for solution, and the rows have no such column"):
         configure(ROWS, {"reward": here(cell("def f(response, solution): ...")["f"])}).task.verify()
-    with pytest.raises(ConfigError, match="reward 3: a reward is a function"):
+    with pytest.raises(ConfigError, match="reward 3: a reward must be a function"):
         configure(ROWS, {"reward": [3]})
 
 
 def test_rows_are_not_for_the_command_line(capsys: pytest.CaptureFixture[str], tiny_folder: Path) -> None:
     assert main(["train", "rows", "--model", str(tiny_folder)]) == 2
-    assert "rows are given in Python: ascent.train(rows, …)" in capsys.readouterr().err
+    assert "rows are passed from Python: ascent.train(rows, …)" in capsys.readouterr().err
 
 
 # ---- streams ------------------------------------------------------------------------------------------------
@@ -398,7 +398,7 @@ def test_a_run_on_a_stream_resumes_where_it_was(
     again = ascent.resume(tmp_path / "again", Display(), rows=space["rows"], **given)
     assert again.status == "finished" and not differing(again.folder, bits(whole.folder))
     del settings["steps"]
-    with pytest.raises(ConfigError, match="nobody knows the length of a stream"):
+    with pytest.raises(ConfigError, match="the length of a stream is unknown"):
         ascent.train(space["rows"], **given, **settings, data_epochs=1.0, out=tmp_path / "no")
 
 
@@ -421,7 +421,7 @@ def test_a_run_with_objects_resumes_to_the_same_bits(
     interrupted(tmp_path / "run", tiny_folder, monkeypatch, given)
     assert {"rewards/noise", "rewards/lambda"} <= whole.metrics[0].keys()
     own_process()
-    with pytest.raises(ConfigError, match=r"made with objects of Python.*reward=noise, reward=lambda, rows=rows"):
+    with pytest.raises(ConfigError, match=r"started with Python objects.*reward=noise, reward=lambda, rows=rows"):
         ascent.resume(tmp_path / "run")
     assert main(["show", str(tmp_path / "run")]) == 0, "looking needs none of them"
     assert main(["report", str(tmp_path / "run")]) == 0
@@ -463,14 +463,14 @@ def test_a_folder_that_claims_odd_objects_runs_nothing(tmp_path: Path) -> None:
         info = json.loads((run.folder / "run.json").read_text()) | {"objects": odd, "status": "interrupted"}
         (run.folder / "run.json").write_text(json.dumps(info))
         if isinstance(odd, dict) and isinstance(odd["object:f@00"], dict):
-            with pytest.raises(ConfigError, match="Give them again"):
+            with pytest.raises(ConfigError, match="Pass them again"):
                 ascent.resume(run.folder)
         else:
             assert ascent.resume(run.folder, Display()).status == "finished"
     config = json.loads((run.folder / "config.json").read_text())
     config["loss"]["name"] = "object:os.system@00"
     (run.folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="it was given in Python, and this process does not have it"):
+    with pytest.raises(ConfigError, match="is a Python object that this process does not have"):
         _ = ascent.load(run.folder).config
 
 
@@ -500,7 +500,7 @@ def test_a_choice_is_an_object_of_the_menu_or_ones_own(tmp_path: Path, own_proce
     run = ascent.train("lecture", advantage=choice(0.25), loss="log-prob", **quick, out=tmp_path / "b")
     assert run.config.algorithm.advantage == choice(0.25)
     own_process()
-    with pytest.raises(ConfigError, match="advantage Halved: it was given in Python"):
+    with pytest.raises(ConfigError, match="advantage Halved is a Python object that this process does not have"):
         _ = ascent.load(run.folder).config
     again = ascent.load(run.folder, advantage=cell(CHOICE)["Halved"])
     assert again.config.algorithm.advantage.factor == 0.25, "its fields are in config.json"  # type: ignore[attr-defined]
@@ -725,7 +725,7 @@ def test_the_columns_of_rows_say_that_they_are_offline_data(rows: Any, name: str
     assert name_of(config.task) == name and config.algorithm.loss == ALGORITHMS[row].loss
     assert len(config.task.table.train) + len(config.task.table.test) == 12
     assert configure(pandas.DataFrame(rows), {"model": "x"}).task == config.task
-    with pytest.raises(ConfigError, match="have to have a length"):
+    with pytest.raises(ConfigError, match="need a length"):
         configure(lambda: iter(rows), {"model": "x"})
     rewarded = configure(rows, {"model": "x", "reward": here(lambda response: 1)}).task
     assert name_of(rewarded) == "rows", "with a reward they are prompts, whatever else they have"
@@ -745,7 +745,7 @@ def test_a_run_on_offline_rows_is_that_on_their_file_and_resumes(
         patch.setattr(RunWriter, "should_stop", stopping_after(1))
         assert ascent.train(rows, model=tiny_folder, **quick, out=tmp_path / "run").status == "interrupted"
     own_process()
-    with pytest.raises(ConfigError, match=r"made with objects of Python.*rows=rows"):
+    with pytest.raises(ConfigError, match=r"started with Python objects.*rows=rows"):
         ascent.resume(tmp_path / "run")
     with pytest.raises(ConfigError, match="rows: 12 in the run, 11 now"):
         ascent.resume(tmp_path / "run", rows=rows[1:])
@@ -943,14 +943,14 @@ def test_an_error_in_this_process_is_that_of_every_response() -> None:
 
 def test_a_stream_without_rows_to_train_on_or_to_test_on() -> None:
     reader = StreamReader(RestartableRows(numbers(0)), lambda row, _: ascent.Problem(row["prompt"]), lambda p: False)
-    with pytest.raises(ConfigError, match="rows: the stream has no row to train on"):
+    with pytest.raises(ConfigError, match="rows: the stream has no training row"):
         reader[0]
     few = next(i for i in range(9) if not is_held_out(f"number {i}"))
 
     def one() -> Iterator[dict[str, Any]]:
         yield {"prompt": f"number {few}"}
 
-    with pytest.raises(ConfigError, match=r"none of the first rows of the stream is held out\. Give held-out rows"):
+    with pytest.raises(ConfigError, match=r"none of the first rows of the stream is held out\. Pass held-out rows"):
         configure(one, {"reward": here(lambda response: 1)}).task.verify()
 
 

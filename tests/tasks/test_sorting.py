@@ -330,7 +330,7 @@ def test_what_an_own_reward_does_to_its_process_does_not_reach_the_run(tmp_path:
 
 
 def test_an_own_reward_that_ends_where_it_is_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not run: SystemExit"):
+    with pytest.raises(ConfigError, match="raised SystemExit"):
         Sort(reward=own(tmp_path, "import sys\nsys.exit(0)\n"))
 
 
@@ -368,10 +368,10 @@ def test_an_own_reward_sees_the_whole_response(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "name", "message"),
     [
-        ("f = 3\n", "f", "a reward is a function"),
+        ("f = 3\n", "f", "a reward must be a function"),
         ("def g(p, r): return 1\n", "f", "has no f"),
-        ("import nothing_like_this\n", "f", "does not run: ModuleNotFoundError"),
-        ("def f(:\n", "f", "does not run: SyntaxError"),
+        ("import nothing_like_this\n", "f", "raised ModuleNotFoundError"),
+        ("def f(:\n", "f", "raised SyntaxError"),
         ("from math import sqrt as f\n", "f", None),
     ],
 )
@@ -387,11 +387,11 @@ def test_a_broken_reward_file_is_refused_early(body: str, name: str, message: st
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"reward": ("exact", "positons")}, "--reward positons: no such reward.*Did you mean positions"),
+        ({"reward": ("exact", "positons")}, "--reward positons: unknown reward.*Did you mean positions"),
         ({"reward": ()}, "--reward is empty: name one or more"),
         ({"reward": "judge:judge.toml"}, "a judge reads words, and sorting has none"),
-        ({"reward": "inf*exact"}, "no such reward"),
-        ({"reward": "positons"}, "--reward positons: no such reward.*Did you mean positions"),
+        ({"reward": "inf*exact"}, "unknown reward"),
+        ({"reward": "positons"}, "--reward positons: unknown reward.*Did you mean positions"),
         ({"reward": "python:nowhere.py:f"}, "there is no file .*nowhere.py"),
         ({"reward": "python:f"}, "python:FILE:NAME"),
         ({"length": 1}, "--length 1"),
@@ -485,7 +485,7 @@ def test_names_of_tasks_that_there_are_not() -> None:
 def test_a_learned_reward_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"loss": {"name": "bradley-terry"}}))
     (source,) = parse_rewards((f"model:{tmp_path}",))
-    with pytest.raises(ConfigError, match=r"has no checkpoint yet, so there is no reward model to load"):
+    with pytest.raises(ConfigError, match=r"has no checkpoint, so there is no reward model to load"):
         source.verify()
     (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
     source.verify()

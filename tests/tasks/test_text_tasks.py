@@ -543,7 +543,7 @@ REFUSED = [
     ("{nowhere}", "there is no file"),
     ("", "is empty"),
     ('{"prompt": "a", "answer": "b"}\n{"prompt": \n', "line 2 is not JSON"),
-    ("[1]\n", "line 1: a line is an object"),
+    ("[1]\n", "line 1: expected a JSON object"),
     (
         '{"question": "a", "answer": "b"}\n',
         "line 1 has no column prompt; there are: question, answer. Set --prompt-column",
@@ -636,9 +636,9 @@ def test_names_with_a_source_and_back_through_config_json(tmp_path: Path, monkey
         ("gsm8k:folder", "gsm8k takes no SOURCE.*--path"),
         ("sort:3", "sort takes no SOURCE"),
         ("countdown --reward python:nowhere.py:f", "there is no file"),
-        ("countdown --reward brief", "a reward is `own`"),
-        ("countdown --reward x*own", "a reward is `own`"),
-        ("countdown --reward python:f.py", "a reward is `own`"),
+        ("countdown --reward brief", "Rewards are `own`"),
+        ("countdown --reward x*own", "Rewards are `own`"),
+        ("countdown --reward python:f.py", "Rewards are `own`"),
         ("countdown --numbers 1", "from 2 to 8"),
         ("countdown --max-tokens 0", "--max-tokens is 0"),
         ("countdown --reward-seconds 0", "--reward-seconds is 0"),
@@ -669,7 +669,7 @@ def test_flags_of_a_language_task(tmp_path: Path) -> None:
 
 def test_a_reward_that_is_no_function(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("f = 3\n")
-    for name, message in (("f", "a reward is a function"), ("g", "has no g")):
+    for name, message in (("f", "a reward must be a function"), ("g", "has no g")):
         with pytest.raises(ConfigError, match=message):
             parse_train(["countdown", "--reward", f"python:{tmp_path / 'r.py'}:{name}"], "ascent train")
 
@@ -834,8 +834,8 @@ def test_grading_needs_no_torch() -> None:
     [
         (lambda: Demonstrations().verify(), "demonstrations need a file: ascent sft FILE"),
         (lambda: Preferences().verify(), "preferences need a file: ascent dpo FILE, or ascent reward-model FILE"),
-        (lambda: Steps().verify(), "labelled steps need a file: ascent process-reward FILE"),
-        (lambda: Steps(separator=""), "--separator is empty: something has to stand between two steps"),
+        (lambda: Steps().verify(), "labeled steps need a file: ascent process-reward FILE"),
+        (lambda: Steps(separator=""), "--separator is empty: steps need a separator"),
         (lambda: Countdown(largest=1), "--largest and --largest-target have to be at least 2"),
         (lambda: Countdown(largest_target=1), "--largest and --largest-target have to be at least 2"),
         (lambda: Code().verify(), "code needs problems: ascent train code:humaneval, or code:FILE"),
@@ -873,10 +873,10 @@ def test_a_row_without_an_answer(tmp_path: Path) -> None:
     played = Jsonl(environment=f"python:{tmp_path / 'e.py'}:Game")
     assert played.grade(Problem("?", None), "7") == Graded(0.0, False, False)
     assert played.grade(Problem("?", "7"), "7") == Graded(1.0, True, True, played.grade(Problem("?", "7"), "7").reason)
-    with pytest.raises(ValueError, match="there is no answer to compare with"):
+    with pytest.raises(ValueError, match="the problem has no reference answer"):
         Jsonl().grade(Problem("?", None), "7")
     uncallable = replace(played, environment=f"python:{tmp_path / 'e.py'}:number", source=str(sums(tmp_path / "a")))
-    with pytest.raises(ConfigError, match=r"--environment .*number: it cannot be called; a tool is a function"):
+    with pytest.raises(ConfigError, match=r"--environment .*number: it is not callable; a tool must be a function"):
         uncallable.verify()
 
 
@@ -957,7 +957,7 @@ def test_gsm8k_comes_from_the_hub_without_a_folder(
         Gsm8k(max_tokens=7).verify()
     words = str(refusal.value)
     assert words.startswith("dataset:openai/gsm8k cannot be loaded: ") and "no hub" in words
-    assert words.endswith(". Without a hub gsm8k --path FOLDER reads train.jsonl and test.jsonl")
+    assert words.endswith(". Without access to the hub, gsm8k --path FOLDER reads train.jsonl and test.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -1008,7 +1008,7 @@ class OnePrompt(Generated):
 @pytest.mark.parametrize(("held", "message"), [(True, "all are held out"), (False, "none is held out")])
 def test_a_generated_task_of_too_few_prompts(held: bool, message: str) -> None:
     prompt = next(str(i) for i in range(99) if user_files.is_held_out(str(i), 4) == held)
-    with pytest.raises(ConfigError, match=f"so few different prompts that {message}; give it other options"):
+    with pytest.raises(ConfigError, match=f"so few different prompts that {message}; change its options"):
         OnePrompt(prompt=prompt).verify()
 
 

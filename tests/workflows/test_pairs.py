@@ -68,9 +68,9 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 BAD_LINES = [
     ({"prompt": "a", "chosen": "b"}, "line 2 has no column rejected"),
     ({"prompt": 3, "chosen": "b", "rejected": "c"}, "line 2, column prompt"),
-    ({"prompt": "a", "chosen": 3, "rejected": "c"}, "line 2, column chosen: a response is words"),
+    ({"prompt": "a", "chosen": 3, "rejected": "c"}, "line 2, column chosen: a response must be text"),
     ({"prompt": "a", "chosen": [USER], "rejected": "c"}, "line 2, column chosen"),
-    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "line 2: chosen and rejected are the same"),
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "line 2: chosen and rejected are equal"),
     ({"chosen": "b", "rejected": "c"}, "line 2 has no column prompt"),
     ("nonsense\n", "line 2 is not JSON"),
 ]

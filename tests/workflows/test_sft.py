@@ -105,7 +105,7 @@ def test_sft_goes_on_where_it_was_killed(demonstrations: Path, tiny_folder: Path
     ("lines", "words"),
     [
         ('{"prompt": "a", "answer": "b"}', "no column response"),
-        ('{"prompt": "a", "response": 3}', "a response is words"),
+        ('{"prompt": "a", "response": 3}', "a response must be text"),
         ("nonsense", "is not JSON"),
         ('{"prompt": "a", "response": "b"}', "at least two different prompts"),
     ],

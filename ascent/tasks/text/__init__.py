@@ -1,4 +1,4 @@
-"""Text tasks. Grading needs no torch; `TokenizedTask`, which does, is imported from its own module."""
+"""Text tasks: prompts and answer checking, without torch."""
 
 from ascent.tasks.text.text_task import Graded, Problem, TextTask
 

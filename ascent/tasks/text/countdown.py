@@ -28,7 +28,7 @@ class Countdown(Generated):
     """Reach a target with some numbers, each used once."""
 
     instruction: str = "End with a line that has only Answer: and the expression, for example Answer: (1 + 2) * 3"
-    """Text below every prompt that says how to give the answer."""
+    """Text appended to every prompt that says how to give the answer."""
     numbers: int = 3
     """How many numbers there are."""
     largest: int = 20

@@ -14,7 +14,7 @@ from typing import Any
 
 from ascent.core.errors import ConfigError
 from ascent.tasks.text.answer_checking import MINUS, last_number, same_number
-from ascent.tasks.text.table_tasks import Rows, TableTask, load_dataset
+from ascent.tasks.text.table_tasks import TableRows, TableTask, load_dataset
 from ascent.tasks.text.text_task import Graded, Problem
 from ascent.tasks.user_files import read_jsonl
 
@@ -26,13 +26,13 @@ class Gsm8k(TableTask):
     """Grade-school word problems; the answer follows ####."""
 
     instruction: str = "Think step by step. End with a line that has only #### and the number."
-    """Text below every prompt that says how to give the answer."""
+    """Text appended to every prompt that says how to give the answer."""
     path: str | None = None
     """A folder with train.jsonl and test.jsonl. None: openai/gsm8k from the Hugging Face hub."""
 
     paths = ("path",)
 
-    def rows(self, part: str) -> Rows:
+    def rows(self, part: str) -> TableRows:
         if self.path is None:
             return load_dataset("openai/gsm8k", "main", part, "gsm8k --path FOLDER reads train.jsonl and test.jsonl")
         return read_jsonl(Path(self.path, f"{part}.jsonl"))

@@ -45,7 +45,7 @@ class ReasoningGym(Generated):
     """reasoning-gym:NAME: any of its tasks, generated without end."""
 
     instruction: str = "End with the answer."
-    """Text below every prompt that says how to give the answer."""
+    """Text appended to every prompt that says how to give the answer."""
     source: str = ""
     """Name of the data set. Short form: reasoning-gym:NAME."""
     options: str = ""

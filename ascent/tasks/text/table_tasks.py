@@ -1,12 +1,12 @@
-"""Tasks whose problems are the rows of a table: read once, each prompt once, some of them held out.
+"""Tasks whose problems are rows of a table: a JSONL file or a Hugging Face data set (from the hub or a folder).
 
-A table is a JSONL file, or a Hugging Face data set by its name on the hub or from a folder. Offline data are JSONL:
+Repeated prompts are dropped, and some prompts are held out. Offline data are JSONL files:
 
     {"prompt": "What is 1 + 1?", "response": "2"}                               a demonstration, for `ascent sft`
     {"prompt": "What is 1 + 1?", "chosen": "2", "rejected": "3"}                a preference pair, with TRL's names
-    {"prompt": "What is 2 + 3 + 4?", "steps": ["2 + 3 = 5", "5 + 4 = 10"], "labels": [1, 0]}      labelled steps
+    {"prompt": "What is 2 + 3 + 4?", "steps": ["2 + 3 = 5", "5 + 4 = 10"], "labels": [1, 0]}      labeled steps
 
-A prompt is words or the messages of a chat. Other columns are not read.
+A prompt is text or a list of chat messages. Other columns are ignored.
 """
 
 import functools
@@ -30,16 +30,16 @@ from ascent.tasks.reward_sources import OWN
 from ascent.tasks.text.answer_checking import CHECKS, chosen_option, labelled_option
 from ascent.tasks.text.text_task import TEXT_PRESET, Graded, Message, Problem, TextTask
 
-Rows = Iterable[tuple[str, Mapping[str, Any]]]
-"""The rows of a table, each with its place, for messages."""
+TableRows = Iterable[tuple[str, Mapping[str, Any]]]
+"""The rows of a table, each with its location for error messages."""
 SEPARATOR = "\n"
-"""What stands between two steps of a response, unless another separator is set."""
+"""Default separator between the steps of a response."""
 _PRESET = TEXT_PRESET | {"update.schedule": "linear", "prompts": 16, "max_tokens": 1024}
 
 
 @dataclass(frozen=True)
 class ProblemTable:
-    """Problems to train on and to test on, and notes on what was left out."""
+    """Training problems, test problems, and notes on rows that were left out."""
 
     train: tuple[Problem, ...]
     test: tuple[Problem, ...]
@@ -48,14 +48,14 @@ class ProblemTable:
 
 @dataclass(frozen=True)
 class TableTask(TextTask):
-    """A table of prompts and answers. A task derives from it and defines `rows` and `problem`."""
+    """A table of prompts and answers. Subclasses define `rows` and `problem`."""
 
-    def rows(self, part: str) -> Rows | None:
-        """The rows to train on or to test on (`part`: train or test), with their places; None: no rows to test on."""
+    def rows(self, part: str) -> TableRows | None:
+        """Return the training or test rows (`part`: train or test) with their locations; None: no test rows."""
         raise NotImplementedError
 
     def problem(self, row: Mapping[str, Any], where: str) -> Problem:
-        """A row as a problem; refused with its place if its columns are missing or wrong."""
+        """Convert a row to a problem; raise ConfigError with its location if columns are missing or invalid."""
         raise NotImplementedError
 
     def problems(self, part: str) -> list[Problem] | None:
@@ -63,26 +63,26 @@ class TableTask(TextTask):
         return None if rows is None else [self.problem(row, where) for where, row in rows]
 
     def fingerprint(self) -> object:
-        """Changes when the files of the table do."""
+        """Return a value that changes when the files of the table change."""
         return tuple(user_files.file_stamp(file) for name in self.paths if (file := getattr(self, name)))
 
     def build_table(self) -> ProblemTable:
-        """The table as it is now: each prompt once, and none both trained on and held out."""
+        """Read the table: drop repeated prompts, and hold out prompts that are not trained on."""
         rows, test_rows = self.problems("train") or [], self.problems("test")
-        train, notes = _once(rows)
+        train, notes = _drop_repeated_prompts(rows)
         if test_rows is None:
             train, test = _split(train)
         else:
-            test, more = _once(test_rows)
-            notes += [f"of the test problems, {note}" for note in more]
-            shared = {user_files.canonical_prompt(problem.prompt) for problem in test}
-            kept = [problem for problem in train if user_files.canonical_prompt(problem.prompt) not in shared]
-            if len(kept) < len(train):
-                notes.append(f"{len(train) - len(kept)} rows are left out of training: their prompts are test problems")
-            train = kept
+            test, test_notes = _drop_repeated_prompts(test_rows)
+            notes += [f"of the test problems, {note}" for note in test_notes]
+            test_prompts = {user_files.canonical_prompt(problem.prompt) for problem in test}
+            num_rows = len(train)
+            train = [p for p in train if user_files.canonical_prompt(p.prompt) not in test_prompts]
+            if len(train) < num_rows:
+                notes.append(f"{num_rows - len(train)} rows are left out of training: their prompts are test problems")
         if not train or not test:
             raise ConfigError(
-                f"{len(rows)} rows: at least two different prompts are needed, one to train on and one to hold out"
+                f"{len(rows)} rows: needs at least two different prompts, one for training and one held out"
             )
         return ProblemTable(tuple(train), tuple(test), tuple(notes))
 
@@ -110,23 +110,23 @@ class TableTask(TextTask):
 
 @dataclass(frozen=True)
 class ColumnsTask(TableTask):
-    """A table whose columns and check are chosen."""
+    """A table with configurable columns and answer check."""
 
     prompt_column: str = "prompt"
     """Column with the prompt: text, or the messages of a chat."""
     answer_column: str = "answer"
-    """Column with the right answer. It may be missing if --reward leaves out the task's own check, or an environment
-    pays."""
+    """Column with the reference answer. It may be missing if --reward does not include the task's own check, or if an
+    environment gives the rewards."""
     check: Literal["exact", "number", "math", "choice"] = "exact"
     """How an answer is compared: exact (text) | number | math (math-verify) | choice (the letter of an option)."""
     limit_column: str = ""
-    """Column with a row's own limit on tokens, for a table that mixes several tasks. Empty: --max-tokens for all."""
+    """Column with a limit on response tokens per row, for tables that mix tasks. Empty: --max-tokens for all."""
 
     def grade(self, problem: Problem, response: str) -> Graded:
-        if problem.answer is None and self.environment:  # which pays by itself
+        if problem.answer is None and self.environment:  # the environment gives the rewards
             return Graded(0.0, False, False)
         if problem.answer is None:
-            raise ValueError("there is no answer to compare with")
+            raise ValueError("the problem has no reference answer")
         return self.graded(*CHECKS[self.check](problem.answer, response))
 
     def gold(self, problem: Problem) -> str | None:
@@ -137,14 +137,14 @@ class ColumnsTask(TableTask):
         return f"Answer: {labelled_option(problem.answer) if self.check == 'choice' else problem.answer}"
 
     def wrong_responses(self, problem: Problem, other: str | None) -> list[str]:
-        """The usual wrong responses; and for a multiple choice the next letter."""
+        """Return the usual wrong responses and, for multiple choice, the next letter."""
         letter = labelled_option(problem.answer or "") if self.check == "choice" else None
-        following = [] if letter is None else [f"Answer: {chr(ord('A') + (ord(letter) - ord('A') + 1) % 26)}"]
-        return [*super().wrong_responses(problem, other), *following]
+        next_letter = [] if letter is None else [f"Answer: {chr(ord('A') + (ord(letter) - ord('A') + 1) % 26)}"]
+        return [*super().wrong_responses(problem, other), *next_letter]
 
     @property
     def answer(self) -> Callable[[str], str | None] | None:
-        """What finds the answer of a response for a vote, where it needs no right answer to know its kind."""
+        """Function that extracts the answer of a response for majority votes; None: the default extraction."""
         return chosen_option if self.check == "choice" else None
 
     def verify(self) -> None:
@@ -162,37 +162,44 @@ class ColumnsTask(TableTask):
         if any(entry.kind == OWN for entry in self.rewards) and answer is None and not self.environment:
             raise ConfigError(
                 f"{where} has no {'value' if self.answer_column in row else 'column'} {self.answer_column}; there are: "
-                f"{', '.join(row)}. Set --answer-column, or a --reward of your own that needs none"
+                f"{', '.join(row)}. Set --answer-column, or a --reward that needs no answer"
             )
-        taken = (self.prompt_column, self.answer_column, "prompt", "response", "answer")  # a reward function's own
-        columns = {name: value for name, value in row.items() if name not in taken}
+        reserved = (
+            self.prompt_column,
+            self.answer_column,
+            "prompt",
+            "response",
+            "answer",
+        )  # arguments of reward functions
+        columns = {name: value for name, value in row.items() if name not in reserved}
         if answer is not None and not isinstance(answer, str):
             answer = json.dumps(answer, ensure_ascii=False)
         if self.check == "choice" and answer is not None and labelled_option(answer) is None:
             raise ConfigError(
-                f"{where}, column {self.answer_column}: --check choice compares the letters of options, such as B, and "
-                f"this is {answer!r:.60}"
+                f"{where}, column {self.answer_column}: --check choice expects the letter of an option, such as B; got "
+                f"{answer!r:.60}"
             )
         prompt = read_prompt(row[self.prompt_column], f"{where}, column {self.prompt_column}")
-        return Problem(prompt, answer, columns, self._own_limit(row, where))
+        return Problem(prompt, answer, columns, self._row_limit(row, where))
 
-    def _own_limit(self, row: Mapping[str, Any], where: str) -> int | None:
-        """The row's own limit; None: it has none."""
+    def _row_limit(self, row: Mapping[str, Any], where: str) -> int | None:
+        """Return the row's limit on response tokens; None: it has none."""
         if self.limit_column:
             user_files.require_columns(row, [self.limit_column], where, ". Set --limit-column")
-        own, least = row[self.limit_column] if self.limit_column else None, max(self.min_tokens, 1)
-        if own is not None and (type(own) is not int or own < least):
+        limit, minimum = row[self.limit_column] if self.limit_column else None, max(self.min_tokens, 1)
+        if limit is not None and (type(limit) is not int or limit < minimum):
             raise ConfigError(
-                f"{where}, column {self.limit_column}: a limit is null or a number from {least} on, not {own!r:.60}"
+                f"{where}, column {self.limit_column}: a limit must be null or an integer of at least {minimum}; got "
+                f"{limit!r:.60}"
             )
-        return own
+        return limit
 
     def data_notes(self) -> list[str]:
-        """What was left out, and how many limits of rows are above the limit of all."""
-        table = self.table
-        above = sum((problem.max_tokens or 0) > self.max_tokens for problem in (*table.train, *table.test))
-        note = f"{above} rows have a limit above --max-tokens {self.max_tokens}, which holds for them too"
-        return [*super().data_notes(), *([note] if above else [])]
+        """Describe the rows that were left out, and count row limits above --max-tokens."""
+        problems = (*self.table.train, *self.table.test)
+        num_above = sum((problem.max_tokens or 0) > self.max_tokens for problem in problems)
+        note = f"{num_above} rows have a limit above --max-tokens {self.max_tokens}, which applies to them too"
+        return [*super().data_notes(), *([note] if num_above else [])]
 
 
 @dataclass(frozen=True)
@@ -202,11 +209,11 @@ class Jsonl(ColumnsTask):
     source: str = ""
     """The file. Short form: jsonl:FILE."""
     test_file: str | None = None
-    """A file of test problems in the same form. None: one prompt in ten is held out."""
+    """A file of test problems in the same format. None: one prompt in ten is held out."""
 
     paths = ("source", "test_file")
 
-    def rows(self, part: str) -> Rows | None:
+    def rows(self, part: str) -> TableRows | None:
         if not self.source:
             raise ConfigError("jsonl needs a file: ascent train jsonl:FILE")
         file = self.source if part == "train" else self.test_file
@@ -231,7 +238,7 @@ class Dataset(ColumnsTask):
         if self.source and Path(self.source).expanduser().is_dir():
             object.__setattr__(self, "source", user_files.absolute_path(self.source))
 
-    def rows(self, part: str) -> Rows | None:
+    def rows(self, part: str) -> TableRows | None:
         if not self.source:
             raise ConfigError("dataset needs a name: ascent train dataset:NAME, a name on the hub or a folder")
         split = self.split if part == "train" else self.test_split
@@ -240,7 +247,7 @@ class Dataset(ColumnsTask):
 
 
 def read_prompt(value: Any, where: str) -> str | list[Message]:
-    """Text, or the messages of a chat; refused with its place if it is neither."""
+    """Return a prompt, text or chat messages; raise ConfigError with its location if it is neither."""
     if isinstance(value, str) and value.strip():
         return value
     keys = {"role", "content"}
@@ -248,39 +255,41 @@ def read_prompt(value: Any, where: str) -> str | list[Message]:
         messages = [{"role": m["role"], "content": m["content"]} for m in value]
         if all(isinstance(part, str) for m in messages for part in m.values()):
             return messages
-    raise ConfigError(f"{where}: a prompt must be text, or a list of messages with role and content; got {value!r:.80}")
+    raise ConfigError(f"{where}: a prompt must be text or a list of messages with role and content; got {value!r:.80}")
 
 
 @functools.lru_cache(maxsize=4)
-def _table(task: TableTask, stamp: object) -> ProblemTable:  # noqa: ARG001 (part of the cache's key)
+def _table(task: TableTask, fingerprint: object) -> ProblemTable:  # noqa: ARG001 (part of the cache's key)
     return task.build_table()
 
 
-def _once(problems: list[Problem]) -> tuple[list[Problem], list[str]]:
-    """The first problem of each prompt, and how many others there were."""
+def _drop_repeated_prompts(problems: list[Problem]) -> tuple[list[Problem], list[str]]:
+    """Keep the first problem of each prompt; the notes count the others."""
     first: dict[str, Problem] = {}
-    repeated = other = 0
+    num_repeated = num_conflicting = 0
     for problem in problems:
-        kept = first.setdefault(user_files.canonical_prompt(problem.prompt), problem)
-        repeated += kept is not problem and kept.answer == problem.answer
-        other += kept.answer != problem.answer
-    notes = [f"{repeated} rows repeat a prompt and count once"] if repeated else []
-    if other:
-        notes.append(f"{other} rows have the prompt of an earlier row and another answer: the earlier one is used")
+        earlier = first.setdefault(user_files.canonical_prompt(problem.prompt), problem)
+        num_repeated += earlier is not problem and earlier.answer == problem.answer
+        num_conflicting += earlier.answer != problem.answer
+    notes = [f"{num_repeated} rows repeat a prompt and count once"] if num_repeated else []
+    if num_conflicting:
+        notes.append(
+            f"{num_conflicting} rows have the prompt of an earlier row and another answer: the earlier one is used"
+        )
     return list(first.values()), notes
 
 
 def _split(problems: list[Problem]) -> tuple[list[Problem], list[Problem]]:
-    """One prompt in ten held out by its hash; at least one on either side, if there are two."""
-    held = [user_files.is_held_out(problem.prompt) for problem in problems]
-    if len(problems) > 1 and len(set(held)) == 1:
-        held[0] = not held[0]
-    train = [problem for problem, out in zip(problems, held, strict=True) if not out]
-    return train, [problem for problem, out in zip(problems, held, strict=True) if out]
+    """Hold out one prompt in ten by its hash; with at least two prompts, both parts get at least one."""
+    held_out = [user_files.is_held_out(problem.prompt) for problem in problems]
+    if len(problems) > 1 and len(set(held_out)) == 1:
+        held_out[0] = not held_out[0]
+    train = [problem for problem, out in zip(problems, held_out, strict=True) if not out]
+    return train, [problem for problem, out in zip(problems, held_out, strict=True) if out]
 
 
 def import_optional(module: str, what: str, extra: str) -> Any:
-    """An optional library; refused with what to install."""
+    """Import an optional library; raise ConfigError with the extra to install if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -289,32 +298,34 @@ def import_optional(module: str, what: str, extra: str) -> Any:
         ) from None
 
 
-def load_dataset(name: str, subset: str | None, split: str, hint: str) -> Rows:
-    """The rows of one split, with their places; refused with the reason if it cannot be loaded."""
+def load_dataset(name: str, subset: str | None, split: str, hint: str) -> TableRows:
+    """Return the rows of a split with their locations; raise ConfigError if it cannot be loaded."""
     if importlib.util.find_spec("datasets") is None:
         raise ConfigError(f"dataset:{name} needs datasets: pip install 'ascent-rl[lm]'")
-    local = Path(name).is_dir()
-    if not local:
-        _give_up_early()
+    is_local = Path(name).is_dir()
+    if not is_local:
+        _use_cache_without_hub()
     datasets = import_optional("datasets", f"dataset:{name}", "lm")
     try:
-        if local and (Path(name, "state.json").exists() or Path(name, "dataset_dict.json").exists()):
+        if is_local and (Path(name, "state.json").exists() or Path(name, "dataset_dict.json").exists()):
             splits = datasets.load_from_disk(name)
         else:
             splits = datasets.load_dataset(name, subset)
     except Exception as error:
-        raise ConfigError(f"dataset:{name} cannot be loaded: {error_line(error)}. Without a hub {hint}") from None
+        raise ConfigError(
+            f"dataset:{name} cannot be loaded: {error_line(error)}. Without access to the hub, {hint}"
+        ) from None
     if not hasattr(splits, "keys"):
         splits = {split: splits}  # one table, saved without splits
     if split not in splits:
         raise ConfigError(
-            (f"dataset:{name} has no split {split}; there are: {', '.join(splits)}.") + nearest(split, list(splits))
+            f"dataset:{name} has no split {split}; there are: {', '.join(splits)}." + nearest(split, list(splits))
         )
     return ((f"dataset:{name}, {split}, row {i}", row) for i, row in enumerate(splits[split]))
 
 
-def _give_up_early() -> None:
-    """With no hub in reach, use what is cached at once, instead of retrying for half a minute."""
+def _use_cache_without_hub() -> None:
+    """Use the local cache at once if the hub is unreachable, instead of retrying for half a minute."""
     host = urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
     proxied = any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
     if proxied or host.hostname is None:
@@ -333,20 +344,20 @@ def _give_up_early() -> None:
 
 @dataclass(frozen=True)
 class OfflineFile(TableTask):
-    """A file of responses to learn from. A prompt may be there more than once; one prompt in ten is held out."""
+    """A file of responses to learn. Prompts may be repeated; one prompt in ten is held out."""
 
     source: str = ""
     """The file."""
 
     paths = ("source",)
     usage: ClassVar[str]
-    """What to say where no file is named."""
+    """Error message if no file is set."""
 
     def response(self, problem: Problem) -> str:
         """The response to learn."""
         return problem.answer or ""
 
-    def rows(self, part: str) -> Rows | None:
+    def rows(self, part: str) -> TableRows | None:
         if not self.source:
             raise ConfigError(self.usage)
         if part != "train":
@@ -356,8 +367,8 @@ class OfflineFile(TableTask):
         return [(f"rows, row {i}", row) for i, row in enumerate(python_objects.find_object(self.source, "rows"))]
 
     def fingerprint(self) -> object:
-        given = self.source.startswith(python_objects.OBJECT_PREFIX)
-        return self.source in python_objects.OBJECTS if given else super().fingerprint()
+        is_object = self.source.startswith(python_objects.OBJECT_PREFIX)
+        return self.source in python_objects.OBJECTS if is_object else super().fingerprint()
 
     def build_table(self) -> ProblemTable:
         train, test = user_files.split_held_out(
@@ -366,7 +377,7 @@ class OfflineFile(TableTask):
         return ProblemTable(tuple(train), tuple(test), ())
 
     def grade(self, problem: Problem, response: str) -> Graded:
-        """Right is the very response of the file."""
+        """A response is correct if it equals that of the file."""
         same = response.strip() == self.response(problem).strip()
         return self.graded(same, same)
 
@@ -378,7 +389,7 @@ class Demonstrations(OfflineFile):
     source: str = ""
     """The file. Short form: ascent sft FILE."""
     prompt_column: str = "prompt"
-    """Column with the prompt: words, or the messages of a chat."""
+    """Column with the prompt: text, or the messages of a chat."""
     response_column: str = "response"
     """Column with the response to learn."""
 
@@ -393,9 +404,7 @@ class Demonstrations(OfflineFile):
         user_files.require_columns(row, [self.response_column], where, ". Set --response-column")
         response = row[self.response_column]
         if not isinstance(response, str) or not response.strip():
-            raise ConfigError(
-                f"{where}, column {self.response_column}: a response is words, and it is {response!r:.80}"
-            )
+            raise ConfigError(f"{where}, column {self.response_column}: a response must be text; got {response!r:.80}")
         return Problem(read_prompt(row[self.prompt_column], f"{where}, column {self.prompt_column}"), response)
 
 
@@ -414,11 +423,11 @@ class Preferences(OfflineFile):
     presets["reward-model"] = presets["default"] | {"algorithm": "reward-model", "lr": 1e-5}
 
     def problem(self, row: Mapping[str, Any], where: str) -> Problem:
-        """The chosen response is the answer.
+        """Convert a pair; the chosen response becomes the answer.
 
-        A response is words, or one message of the assistant. Without a prompt, chosen and rejected are whole chats.
+        A response is text, or one message of the assistant. Without a prompt, chosen and rejected are whole chats.
         """
-        user_files.require_columns(row, ("chosen", "rejected"), where, ". A pair has both")
+        user_files.require_columns(row, ("chosen", "rejected"), where, ". A pair needs both")
         chosen, rejected = row["chosen"], row["rejected"]
         if "prompt" in row:
             prompt = read_prompt(row["prompt"], f"{where}, column prompt")
@@ -427,20 +436,18 @@ class Preferences(OfflineFile):
         chosen = _read_response(chosen, f"{where}, column chosen")
         rejected = _read_response(rejected, f"{where}, column rejected")
         if chosen == rejected:
-            raise ConfigError(
-                f"{where}: chosen and rejected are the same, so nothing was preferred. Leave the line out"
-            )
+            raise ConfigError(f"{where}: chosen and rejected are equal, so there is no preference. Remove the line")
         return Problem(prompt, chosen, {"rejected": rejected})
 
 
 def _common_beginning(chosen: Any, rejected: Any, where: str) -> tuple[list[Message], Any, Any]:
-    """The messages that two chats begin with, and how each of them continues."""
+    """Return the messages that two chats begin with, and the rest of each chat."""
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
         raise ConfigError(
             f"{where} has no column prompt: without one, chosen and rejected are whole chats, lists of messages"
         )
     same = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen[:-1], rejected[:-1], strict=False)))
-    prompt = read_prompt(chosen[:same], f"{where}: what chosen and rejected share")
+    prompt = read_prompt(chosen[:same], f"{where}: the common beginning of chosen and rejected")
     return prompt if isinstance(prompt, list) else [], chosen[same:], rejected[same:]
 
 
@@ -450,27 +457,27 @@ def _read_response(value: Any, where: str) -> str:
         value = message.get("content") if message.get("role", "assistant") == "assistant" else message
     if not isinstance(value, str):
         raise ConfigError(
-            f"{where}: a response is words, or a list with one message of the assistant, and it is {value!r:.80}"
+            f"{where}: a response must be text, or a list with one message of the assistant; got {value!r:.80}"
         )
     return value
 
 
 @dataclass(frozen=True)
 class Steps(OfflineFile):
-    """steps:FILE: responses in steps, with a label for each. `ascent process-reward FILE` learns them.
+    """steps:FILE: responses in steps with one label each, for `ascent process-reward`.
 
-    A label is a number, or true or false: whether the step is right, or what the response is worth after it. The
-    response is its steps with a separator between them. The end token closes it, unless the column `cut` is true:
-    then the limit on its length has cut it off.
+    A label is a number, true or false: whether the step is correct, or the value of the response after it. The response
+    is its steps joined by a separator. It ends with the end token, unless the column `cut` is true: then the response
+    was truncated at the token limit.
     """
 
     source: str = ""
     """The file. Short form: ascent process-reward FILE."""
     separator: str = SEPARATOR
-    """What stands between two steps of a response. Default: a newline."""
+    """Text between two steps of a response. Default: a newline."""
 
     data = "steps"
-    usage = "labelled steps need a file: ascent process-reward FILE"
+    usage = "labeled steps need a file: ascent process-reward FILE"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "default": _PRESET | {"algorithm": "process-reward", "update.warmup": 0.1}
     }
@@ -478,7 +485,7 @@ class Steps(OfflineFile):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.separator:
-            raise ConfigError("--separator is empty: something has to stand between two steps")
+            raise ConfigError("--separator is empty: steps need a separator")
 
     def response(self, problem: Problem) -> str:
         return self.separator.join(problem.columns["steps"])
@@ -487,11 +494,11 @@ class Steps(OfflineFile):
         steps, labels = user_files.steps_and_labels(row, where)
         for step in steps:
             if not isinstance(step, str) or not step:
-                raise ConfigError(f"{where}, column steps: a step is words, and one is {step!r:.80}")
+                raise ConfigError(f"{where}, column steps: a step must be text; got {step!r:.80}")
             if self.separator in step:
                 raise ConfigError(
-                    f"{where}: the step {step!r:.60} holds the separator {self.separator!r}, so it would be two. Cut "
-                    "it there, or set --separator to what stands between steps"
+                    f"{where}: the step {step!r:.60} contains the separator {self.separator!r}. Split it there, or "
+                    "set --separator"
                 )
         columns = {"steps": steps, "labels": labels, "cut": bool(row.get("cut", False))}
         return Problem(read_prompt(row["prompt"], f"{where}, column prompt"), None, columns)

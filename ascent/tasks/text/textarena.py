@@ -17,7 +17,7 @@ class Textarena(Generated):
     source: str = ""
     """Name of the game. Short form: textarena:NAME."""
     max_turns: int = 16
-    """The most turns of a response."""
+    """Maximum number of turns per response."""
 
     def __post_init__(self) -> None:
         game = f"{TEXTARENA}{self.source}" if self.source else ""
