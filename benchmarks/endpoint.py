@@ -207,7 +207,7 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
     prompt = prompts_of(sessions, lm.vocab_size, 50, 70)
     limit = tokens + TURNS * OBSERVED
     verify_model(lm, 70 + limit)
-    sampler = LocalEngine(lm, tokens, 1.0, torch.Generator().manual_seed(0), rows=sessions)
+    sampler = LocalEngine(lm, tokens, 1.0, torch.Generator().manual_seed(0), max_num_seqs=sessions)
     ids = [row[row >= 0].tolist() for row in prompt]
     mine, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=client, args=(theirs,), daemon=True)
@@ -277,7 +277,7 @@ async def attack(port: int, key: str, closed: str, words: list[int]) -> dict[str
 def attacks(folder: Path) -> tuple[dict[str, bool], int]:
     """Everything that was tried while a session talked; and what it drew, alone and beside them."""
     lm = tiny(folder)
-    sampler = LocalEngine(lm, 300, 1.0, torch.Generator(), rows=4)
+    sampler = LocalEngine(lm, 300, 1.0, torch.Generator(), max_num_seqs=4)
     sampler.version = 0
     with serving(sampler, 8, 300, 120, ChatRenderer(lm.tokenizer, lm.stop_token_ids)) as (endpoint, port):
         sessions = [endpoint.open(Session(seed), endpoint.settings) for seed in (7, 7, 3, 4)]

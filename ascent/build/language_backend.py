@@ -202,20 +202,22 @@ class LanguageBackend(Backend):
         stops = StopStrings(task.stop, model.tokenizer, model.vocab_size) if task.stop else None
         how = (config.temperature, generator, support, config.policy.rows, stops)
         kind = LocalConversationEngine if task.agent else LocalEngine
-        return kind(model, task.max_response_tokens, *how, most=task.max_tokens if task.has_environment else 0)
+        return kind(
+            model, task.max_response_tokens, *how, max_sampled_tokens=task.max_tokens if task.has_environment else 0
+        )
 
     def timeline(self, engine: Any) -> OccupancyTimeline:
         return engine.timeline
 
     def enable_early_scoring(self, task: Any, engine: Any) -> None:
         if isinstance(engine, LocalEngine) and isinstance(task, TokenizedTask):
-            engine.score_early = task.score_early
+            engine.on_responses = task.score_early
 
     def enable_early_training(self, config: Config, engine: Any, learner: Any) -> None:
         """Only where an update takes all that was drawn: what is left out or cut is known after the rewards."""
         whole = config.minibatches == 1 and isinstance(config.algorithm.groups, All)
         if whole and isinstance(engine, LocalEngine) and isinstance(learner, LanguageLearner):
-            engine.train_early = learner.begin
+            engine.on_rollouts = learner.begin
 
     def set_log_folder(self, engine: Any, folder: Path) -> None:
         engine.folder = folder / "engine"

@@ -66,13 +66,13 @@ class GenerationState:
         """Callback for finished responses while others are still being decoded."""
 
     def resume(self, progress: Mapping[str, Tensor], unfinished: Tensor, required: Tensor) -> None:
-        """Continue from the `token`, `logp`, `mass`, `length` and `ended` of an earlier call.
+        """Continue from the `token`, `logp`, `kept_mass`, `length` and `ended` of an earlier call.
 
         `unfinished`: responses that have not ended. `required`: responses that this call has to finish; the others
         advance while it runs.
         """
         width = progress["token"].shape[1]
-        for target, name in ((self.tokens, "token"), (self.logp, "logp"), (self.kept_mass, "mass")):
+        for target, name in ((self.tokens, "token"), (self.logp, "logp"), (self.kept_mass, "kept_mass")):
             if target is not None:
                 target[:, :width] = progress[name]
         self.lengths, self.stopped = progress["length"].clone(), progress["ended"].clone()
@@ -106,7 +106,7 @@ class GenerationState:
         return 0 if self.seeds is None else int(self.seeds[response])
 
     def sample(self, hidden: Tensor, responses: list[int]) -> Tensor:
-        """Sample the next token of these responses from their last hidden states, and append it."""
+        """Sample a token for each of these responses from its last hidden state, and append it."""
         index = torch.tensor(responses, dtype=torch.long)
         logits, groups, t = self.head.logits(hidden), self.group_by_sampling(responses), self.lengths[index]
         if len(groups) == 1:

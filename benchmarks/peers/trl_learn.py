@@ -48,7 +48,7 @@ class Watch(TrainerCallback):
     def __init__(self, config: Config, model: Any, tokenizer: Any):
         lm = LanguageModel(model, tokenizer)
         task = TokenizedTask(config.task, lm)
-        sampler = LocalEngine(lm, config.task.max_tokens, 1.0, torch.Generator(), rows=512)
+        sampler = LocalEngine(lm, config.task.max_tokens, 1.0, torch.Generator(), max_num_seqs=512)
         sampler.runner = EagerRunner
         self.evaluate, self.config, self.task = sample_evaluator(config, task, sampler), config, task
         self.points: list[dict[str, float]] = []

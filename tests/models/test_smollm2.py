@@ -62,7 +62,7 @@ def test_sampler_and_learner_agree_and_a_split_changes_nothing(smollm2_short: Pa
     ids = [lm.tokenizer(text, add_special_tokens=False)["input_ids"] for text in BEGUN]
     width = max(map(len, ids))
     prompts = torch.tensor([row + [-1] * (width - len(row)) for row in ids])
-    sampler = LocalEngine(lm, 4, 0.8, torch.Generator().manual_seed(0), rows=3)
+    sampler = LocalEngine(lm, 4, 0.8, torch.Generator().manual_seed(0), max_num_seqs=3)
     rollouts = sampler.generate(Prompts.of(prompts), 2)
     reward = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).unsqueeze(-1)
     valid = torch.ones(2, 2, dtype=torch.bool)

@@ -165,7 +165,7 @@ def sampler_for(decoder: Any, **more: Any) -> LocalEngine:
 
 def listening(sampler: LocalEngine) -> list[tuple[int, list[int]]]:
     told: list[tuple[int, list[int]]] = []
-    sampler.score_early = lambda problems, tokens: told.extend(zip(problems, tokens, strict=True))
+    sampler.on_responses = lambda problems, tokens: told.extend(zip(problems, tokens, strict=True))
     return told
 
 

@@ -240,10 +240,10 @@ def test_a_run_computes_the_pass_of_a_whole_update_before_the_rewards(
         ours = Ours(Work(str(tiny_folder), ["one two", "three"], samples=3, tokens=6), {"epochs": 2})
         try:
             sampler, learner = ours.parts.engine, ours.parts.learner
-            assert sampler.train_early == learner.begin  # type: ignore[attr-defined]
+            assert sampler.on_rollouts == learner.begin  # type: ignore[attr-defined]
             capturing(learner)  # type: ignore[arg-type]
             if not early:
-                sampler.train_early = None  # type: ignore[attr-defined]
+                sampler.on_rollouts = None  # type: ignore[attr-defined]
             ours()
             events.clear()
             ours()
@@ -262,7 +262,7 @@ def test_updates_that_rewards_choose_or_that_are_cut_do_not_begin_early() -> Non
         backend.enable_early_training(
             configure(FixedPrompts(words=("one",)), {"model": "none"} | settings), sampler, learner
         )
-        assert (sampler.train_early is None) == bool(settings)
+        assert (sampler.on_rollouts is None) == bool(settings)
 
 
 @on_gpu

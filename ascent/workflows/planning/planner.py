@@ -13,7 +13,7 @@ from ascent.build.language_backend import sharding_obstacle
 from ascent.core.config import Config
 from ascent.core.errors import ConfigError
 from ascent.core.update import Adam
-from ascent.inference.engine import ROWS
+from ascent.inference.engine import DEFAULT_MAX_NUM_SEQS
 from ascent.training.micro_batches import (
     ACTIVATION_FRACTION,
     COMPACT_BYTES_PER_PARAM,
@@ -209,7 +209,7 @@ class Planner:
         slowest = self.slowest(learners)
         micro = slowest.tokens / max(1, math.ceil(slowest.tokens / room))
         rows = -(-self.config.prompts // learners) * self.config.samples
-        live = min(rows, self.config.policy.rows or ROWS["cuda"]) * (self.longest + self.lengths.prompt)
+        live = min(rows, self.config.policy.rows or DEFAULT_MAX_NUM_SEQS["cuda"]) * (self.longest + self.lengths.prompt)
         parts["activations"] = int(micro * self.cost.bytes_per_token(checkpointing))
         if samples:
             parts["caches"] = int(min(9 / 8 * live, self.cost.max_cached_tokens(state)) * self.shape.kv_bytes)
@@ -269,7 +269,7 @@ class Planner:
         state = sum(self.state(learners).values()) if together else 2 * self.shape.num_parameters
         mean = sum(map(sum, self.batch_lengths)) / (config.prompts * config.samples)
         fitting = self.cost.max_cached_tokens(state) / (mean + self.lengths.prompt / config.samples)
-        rows = max(1, int(min(config.policy.rows or ROWS["cuda"], fitting)))
+        rows = max(1, int(min(config.policy.rows or DEFAULT_MAX_NUM_SEQS["cuda"], fitting)))
         count = min(drawing, MAX_SIMULATED_GPUS, config.prompts)
         simulated_gpus = [SimulatedGpu(self.cost, rows, self.lengths.prompt) for _ in range(count)]
         base, more = divmod(config.prompts, drawing)
