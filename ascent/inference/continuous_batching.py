@@ -1,7 +1,7 @@
-"""Continuous batching: requests join the running batch whenever a place is free.
+"""Continuous batching: requests join the running batch as soon as there is a free sequence id.
 
-The sequence of a finished request stays in the KV cache until its place is needed. The next request of the same
-conversation continues it. If it is gone, the whole conversation is prefilled again, with the same result.
+The sequence of a finished request stays in the KV cache until its blocks or its id are needed. The next request of the
+same conversation continues it. If it was removed, the whole conversation is prefilled again, with the same result.
 """
 
 import sys
@@ -263,7 +263,7 @@ class EagerRequestRunner(EagerRunner):
                 self._generate_batch(seq_ids[start : start + self.max_num_seqs])
         batch.timeline.stop()
 
-    def _next(self, hidden: Any, seq_ids: list[int], observed: Any) -> tuple[torch.Tensor, list[bool]]:
+    def _next(self, hidden: Any, seq_ids: list[int], observations: Any) -> tuple[torch.Tensor, list[bool]]:
         batch = self.generation
         assert isinstance(batch, ContinuousBatch)
         token = batch.sample(hidden, seq_ids)
@@ -302,7 +302,7 @@ def serve_requests(
 
 
 class LocalConversationEngine(LocalEngine):
-    """A `LocalEngine` whose responses are conversations that agents lead through the request queue."""
+    """A `LocalEngine` whose multi-turn responses are conversations of agents, which submit requests to its queue."""
 
     @torch.no_grad()
     def generate(
@@ -314,90 +314,85 @@ class LocalConversationEngine(LocalEngine):
         seeds = list(range(count))
         if not greedy:
             seeds = response_seeds(len(prompts), samples, self.generator, seed).flatten().tolist()
-        with closing(prompts.start_episodes(prompts, samples, seeds)) as visits:
-            visits.begin(
-                self.length_limits(prompts, samples, limit).tolist(),
-                limit,
-                self.temperature,
-                self.sampling_params,
-                greedy,
-            )
-            self.latest_timeline = serve_requests(self, visits.queue, count, limit, visits.max_prompt_tokens)
-            most, how = (
-                min(limit, self.max_sampled_tokens or limit),
-                (self.temperature, self.version, self.sampling_params.unrestricted),
-            )
-            return rollouts_from_conversations(prompts, samples, most, visits.records(), *how)
+        limits = self.length_limits(prompts, samples, limit).tolist()
+        with closing(prompts.start_episodes(prompts, samples, seeds)) as conversations:
+            conversations.begin(limits, limit, self.temperature, self.sampling_params, greedy)
+            max_prompt = conversations.max_prompt_tokens
+            self.latest_timeline = serve_requests(self, conversations.queue, count, limit, max_prompt)
+            settings = (self.temperature, self.version, self.sampling_params.unrestricted)
+            max_tokens = min(limit, self.max_sampled_tokens or limit)
+            return rollouts_from_conversations(prompts, samples, max_tokens, conversations.records(), *settings)
 
 
 def rollouts_from_conversations(
     prompts: Prompts,
     samples: int,
     limit: int,
-    records: list[RecordedConversation],
+    conversations: list[RecordedConversation],
     temperature: float,
     version: int,
-    whole: bool,
+    unrestricted: bool,
 ) -> Rollouts:
     """Convert conversations to rollouts. The prompt of a group is the common prefix of its conversations' prompts.
 
-    `whole`: no token was excluded by the sampling parameters.
+    `unrestricted`: no token was excluded by the sampling parameters.
     """
     shape = (len(prompts), samples)
-    shared = [
-        _shared(records[i * samples : (i + 1) * samples], row[row >= 0].tolist())
+    group_prompts = [
+        _common_prefix(conversations[i * samples : (i + 1) * samples], row[row >= 0].tolist())
         for i, row in enumerate(prompts.prompt)
     ]
-    rows = [_behind(record, shared[i // samples]) for i, record in enumerate(records)]
-    width = max(1, *(len(row.response) for row in rows))
+    responses = [_after_prefix(record, group_prompts[i // samples]) for i, record in enumerate(conversations)]
+    width, prompt_width = max(1, *(len(r.response) for r in responses)), max(map(len, group_prompts))
 
-    def grid(name: str, kind: torch.dtype, nothing: float = 0) -> Tensor:
-        values = [[*getattr(row, name), *[nothing] * (width - len(row.response))] for row in rows]
-        return torch.tensor(values, dtype=kind).view(*shape, width)
+    def by_token(name: str, dtype: torch.dtype, padding: float = 0) -> Tensor:
+        values = [[*getattr(r, name), *[padding] * (width - len(r.response))] for r in responses]
+        return torch.tensor(values, dtype=dtype).view(*shape, width)
 
-    mask, longest = grid("sampled", torch.bool), max(map(len, shared))
-    length = torch.tensor([len(row.response) for row in rows]).view(*shape, 1)
-    notes = np.empty(len(rows), dtype=object)
-    notes[:] = [row.note for row in rows]
+    length = torch.tensor([len(r.response) for r in responses]).view(*shape, 1)
+    notes = np.empty(len(responses), dtype=object)
+    notes[:] = [r.note for r in responses]
     return Rollouts(
-        prompt=torch.tensor([[*ids, *[-1] * (longest - len(ids))] for ids in shared]),
+        prompt=torch.tensor([[*ids, *[-1] * (prompt_width - len(ids))] for ids in group_prompts]),
         problem=prompts.problem,
-        response=grid("response", torch.long),
-        mask=mask,
+        response=by_token("response", torch.long),
+        mask=by_token("sampled", torch.bool),
         present=torch.arange(width) < length,
-        logp_sampler=grid("logp", torch.float32),
-        kept_mass=None if whole else grid("kept_mass", torch.float32, 1),
-        turn=grid("turn", torch.long),
-        environment_seconds=grid("waited", torch.float32),
+        logp_sampler=by_token("logp", torch.float32),
+        kept_mass=None if unrestricted else by_token("kept_mass", torch.float32, 1),
+        turn=by_token("turn", torch.long),
+        environment_seconds=by_token("waited", torch.float32),
         limit=limit,
         limits=prompts.limits,
-        truncated=torch.tensor([row.truncated for row in rows]).view(shape),
+        truncated=torch.tensor([r.truncated for r in responses]).view(shape),
         temperature=temperature,
         version=torch.full((*shape, 1), version),
-        valid=torch.tensor([row.valid for row in rows]).view(shape),
+        valid=torch.tensor([r.valid for r in responses]).view(shape),
         notes=notes.reshape(shape),
     )
 
 
-def _shared(records: list[RecordedConversation], own: list[int]) -> list[int]:
-    """Return the common prefix of the prompts of a group, at least one token; `own` if no request was made."""
-    asked = [record.prompt for record in records if record.prompt]
-    if not asked:
-        return own
-    first = Counter(prompt[0] for prompt in asked).most_common(1)[0][0]
-    asked = [prompt for prompt in asked if prompt[0] == first]
-    same = next((i for i, tokens in enumerate(zip(*asked, strict=False)) if len(set(tokens)) > 1), min(map(len, asked)))
-    return asked[0][:same]
+def _common_prefix(conversations: list[RecordedConversation], default: list[int]) -> list[int]:
+    """Return the common prefix of the prompts of a group, at least one token; `default` if no request was made."""
+    prompts = [record.prompt for record in conversations if record.prompt]
+    if not prompts:
+        return default
+    first_token = Counter(prompt[0] for prompt in prompts).most_common(1)[0][0]
+    prompts = [prompt for prompt in prompts if prompt[0] == first_token]
+    columns = enumerate(zip(*prompts, strict=False))
+    length = next((i for i, tokens in columns if len(set(tokens)) > 1), min(map(len, prompts)))
+    return prompts[0][:length]
 
 
-def _behind(record: RecordedConversation, shared: list[int]) -> RecordedConversation:
-    """Return the conversation after the shared prefix. The rest of its prompt counts as an observation."""
-    if record.prompt[: len(shared)] != shared:
-        why = record.note if not record.valid else "failed: its prompt begins unlike those of its group"
-        return RecordedConversation([], [], [], [], [], [], [], True, False, why)
-    rest = record.prompt[len(shared) :]
-    more = {name: [nothing] * len(rest) + getattr(record, name) for name, nothing in _NOTHING.items()}
-    return record._replace(response=rest + record.response, **more)
+def _after_prefix(record: RecordedConversation, prefix: list[int]) -> RecordedConversation:
+    """Return the conversation after the common prefix. The rest of its prompt counts as an observation."""
+    if record.prompt[: len(prefix)] != prefix:
+        note = record.note if not record.valid else "failed: its prompt begins unlike those of its group"
+        return RecordedConversation([], [], [], [], [], [], [], True, False, note)
+    rest = record.prompt[len(prefix) :]
+    fields = {name: [value] * len(rest) + getattr(record, name) for name, value in _OBSERVATION_FIELDS.items()}
+    return record._replace(response=rest + record.response, **fields)
 
 
-_NOTHING: dict[str, Any] = {"sampled": False, "logp": 0.0, "kept_mass": 1.0, "turn": 0, "waited": 0.0}
+_OBSERVATION_FIELDS: dict[str, Any] = {"sampled": False, "logp": 0.0, "kept_mass": 1.0, "turn": 0, "waited": 0.0}
+"""Fields of an observation token."""

@@ -152,7 +152,7 @@ class LocalEngine(RolloutEngine):
 
     def _generate_all(self, pending: PendingRollout) -> Rollouts:
         rollouts = super()._generate_all(pending)
-        if rollouts is not pending.rollouts:
+        if rollouts is not pending.rollouts:  # generated just now
             self.timeline.merge(self.latest_timeline)
         return rollouts
 
