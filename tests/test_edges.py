@@ -27,7 +27,7 @@ from ascent.models import PerPosition
 from ascent.rollout.small_policy_engine import SmallPolicyEngine
 from ascent.runs import checkpoint
 from ascent.runs.display import plots
-from ascent.runs.display.plots import OF_A_POLICY, panels_of
+from ascent.runs.display.plots import POLICY_PANELS, panels_for
 from ascent.tasks.small.lecture import Lecture
 from ascent.tasks.small.sorting import Sort
 from ascent.workflows.loaded_policy import responses_text
@@ -159,7 +159,7 @@ def test_a_step_without_signal_in_a_plot_over_seeds(monkeypatch: pytest.MonkeyPa
     drawn: list[Any] = []
     monkeypatch.setattr(plots, "draw_line", lambda *a: drawn.append(a))
     steps = [np.array([1, 2, 4]), np.array([1, 3, 4])]
-    plots._band(None, [(s, 10.0 * s) for s in steps], 0, False, lambda _, common: common)
+    plots._draw_band(None, [(s, 10.0 * s) for s in steps], 0, False, lambda _, common: common)
     ((_, x, y, *_),) = drawn
     assert x.tolist() == [1, 4] and y.tolist() == [10, 40]
 
@@ -237,7 +237,7 @@ def test_a_task_that_cannot_say_what_is_right_is_trained_evaluated_and_sampled(t
     assert run.result is not None and "exactly right" not in "".join(run.result["words"])
     best = max(run.metrics, key=lambda line: (line["eval/reward"], -line["step"]))
     assert run.info["best"] == best["step"] + 1, "the best is that of the highest reward"
-    assert panels_of(run.metrics) == OF_A_POLICY
+    assert panels_for(run.metrics) == POLICY_PANELS
     assert "right" not in responses(run.rollouts(0))
     assert ascent.evaluate(run.folder, samples=2, show=False).results["mean"].keys() == {"reward"}
     answer, *_ = ascent.sample(run.folder, task="own", count=1)

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 
 from ascent.runs.foreign_runs import fingerprint, foreign_lines
-from ascent.runs.metric_columns import Columns, bucket_starts, bucket_width, buckets, numbers_or_none, parse_objects
+from ascent.runs.metric_columns import (
+    MetricColumns,
+    bucket_starts,
+    bucket_statistics,
+    bucket_width,
+    numbers_or_none,
+    parse_objects,
+)
 from ascent.runs.metrics import CHART_METRICS
 from ascent.runs.run_list import RunEntry
 
@@ -29,16 +36,16 @@ class ColumnCache:
     """A cache of the metrics of runs, least recently used first out. A run is updated from its files on each access."""
 
     def __init__(self) -> None:
-        self._cached: OrderedDict[Path, tuple[Columns, Any]] = OrderedDict()
+        self._cached: OrderedDict[Path, tuple[MetricColumns, Any]] = OrderedDict()
         self._lock = threading.Lock()
 
     @contextmanager
-    def columns(self, place: RunEntry) -> Iterator[Columns]:
+    def columns(self, place: RunEntry) -> Iterator[MetricColumns]:
         """Yield the columns of a run, to one reader at a time."""
         with self._lock:
             if place.folder not in self._cached:
                 own = place.kind == "ascent"
-                made = Columns(place.folder / "metrics.jsonl") if own else ForeignColumns(place.folder)
+                made = MetricColumns(place.folder / "metrics.jsonl") if own else ForeignColumns(place.folder)
                 self._cached[place.folder] = made, threading.RLock()
             self._cached.move_to_end(place.folder)
             columns, lock = self._cached[place.folder]
@@ -50,7 +57,7 @@ class ColumnCache:
                 self._cached.popitem(last=False)
 
 
-class ForeignColumns(Columns):
+class ForeignColumns(MetricColumns):
     """The metrics of another trainer's run. All of its files are read again when one changes."""
 
     def update(self) -> None:
@@ -61,7 +68,7 @@ class ForeignColumns(Columns):
             self.tail = mark
 
 
-def measured_metrics(columns: Columns) -> set[str]:
+def measured_metrics(columns: MetricColumns) -> set[str]:
     """Return the metrics that have a value, finite or not."""
     known = {name for name in columns.names if len(columns.measured(name))} | set(columns.nonfinite)
     errors = columns["reward_errors"]
@@ -69,7 +76,7 @@ def measured_metrics(columns: Columns) -> set[str]:
 
 
 def curves(
-    columns: Columns,
+    columns: MetricColumns,
     metrics: Collection[str] = CHART_METRICS,
     view: StepRange = ALL_STEPS,
     points: int = DEFAULT_POINTS,
@@ -86,7 +93,7 @@ def curves(
     series = {}
     for name in metrics:
         if name in columns and len(starts):
-            together = buckets(columns[name][inside], starts)
+            together = bucket_statistics(columns[name][inside], starts)
             if np.isfinite(together["high"]).any():
                 parts, digits = (together, DIGITS) if width > 1 else ({"mean": together["mean"]}, None)
                 series[name] = {part: numbers_or_none(values, digits) for part, values in parts.items()}
@@ -95,7 +102,7 @@ def curves(
         "first": first,
         "last": last,
         "nonfinite": {name: columns.nonfinite[name] for name in metrics if name in columns.nonfinite},
-        "bucket": max(width, columns.every),
+        "bucket": max(width, columns.stride),
         "x": x,
         "metrics": series,
     }
@@ -105,7 +112,9 @@ def _whole(value: float) -> int | float:
     return int(value) if float(value).is_integer() else float(value)
 
 
-def spark(columns: Columns, metrics: Sequence[str] = ("eval/accuracy", "accuracy", "reward"), points: int = 60) -> dict:
+def spark(
+    columns: MetricColumns, metrics: Sequence[str] = ("eval/accuracy", "accuracy", "reward"), points: int = 60
+) -> dict:
     """Return a small curve of the first metric with at least two points."""
     for metric in metrics:
         line = curves(columns, [metric], points=points * 4)["metrics"].get(metric)

@@ -1,4 +1,4 @@
-"""The one table of metrics: their names, units, bounds and order. The loss comes last: it does not measure progress."""
+"""The table of metrics: names, units, bounds and order. The loss comes last, because it does not measure progress."""
 
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -6,27 +6,27 @@ from typing import Any, NamedTuple
 from ascent.core.menu import name_of
 from ascent.core.metric_names import LAG, MISMATCH
 
-GREEDY = "greedy answers"
-"""What an evaluation is called where nobody knows whether its prompts were held out."""
+EVALUATION_LABEL = "greedy answers"
+"""Label of an evaluation if it is unknown whether its prompts were held out."""
 PHASES = ("generate", "reward", "score", "update", "sync", "eval")
-UPDATES = "mean over the step's updates"
+OVER_UPDATES = "mean over the step's updates"
 Bounds = tuple[float | None, float | None]
-"""The smallest and the largest value that there can be; None where there is no such bound."""
+"""The smallest and the largest possible value; None: unbounded."""
 FRACTION, NOT_NEGATIVE, UNBOUNDED = (0.0, 1.0), (0.0, None), (None, None)
 
 
 class Metric(NamedTuple):
-    """One line of a chart: `label` is its name beside the chart's title, `short` its name in a terminal."""
+    """A metric of a chart: `label` is its name beside the chart's title, `short` its name in a terminal."""
 
     name: str
     label: str
     short: str
     colour: int
-    """Its colour and dash. Lines that belong together have one colour in all charts."""
+    """Index of the color and dash. Related metrics have one color in all charts."""
 
 
 class Chart(NamedTuple):
-    """Metrics that are drawn together: they have one unit, and one pair of bounds."""
+    """Metrics that are drawn together: they share a unit and bounds."""
 
     key: str
     title: str
@@ -36,18 +36,18 @@ class Chart(NamedTuple):
 
 
 def _chart(key: str, title: str, unit: str, bounds: Bounds, *series: tuple[Any, ...]) -> Chart:
-    """Of each metric its name and label; its short name is the label and its colour its place, unless given."""
-    lines = (Metric(*line, *(line[1], place)[len(line) - 2 :]) for place, line in enumerate(series))
-    return Chart(key, title, unit, bounds, tuple(lines))
+    """Build a chart from (name, label[, short[, color]]) tuples. By default short is the label and color the index."""
+    metrics = (Metric(*fields, *(fields[1], index)[len(fields) - 2 :]) for index, fields in enumerate(series))
+    return Chart(key, title, unit, bounds, tuple(metrics))
 
 
 CHARTS = (
     _chart(
         *("accuracy", "Exactly right", "share of answers", FRACTION),
-        ("eval/accuracy", GREEDY, "greedy"),
+        ("eval/accuracy", EVALUATION_LABEL, "greedy"),
         ("accuracy", "sampled", "right"),
         ("lenient", "sampled, any form", "right in any form"),
-        ("eval/lenient", f"{GREEDY}, any form", "greedy in any form"),
+        ("eval/lenient", f"{EVALUATION_LABEL}, any form", "greedy in any form"),
     ),
     _chart(
         *("pairs", "Pairs rated right", "share of pairs", FRACTION),
@@ -80,7 +80,7 @@ CHARTS = (
     _chart(
         *("reward", "Reward", "", UNBOUNDED),
         ("reward", "sampled", "reward", 1),
-        ("eval/reward", GREEDY, "greedy reward", 0),
+        ("eval/reward", EVALUATION_LABEL, "greedy reward", 0),
         ("exact/reward", "E[R], enumerated", "E[R]"),
     ),
     _chart("spread", "Spread of the reward", "standard deviation", NOT_NEGATIVE, ("reward_std", "sampled", "±", 1)),
@@ -101,10 +101,10 @@ CHARTS = (
         "waiting", "Waiting for environments", "seconds per response", NOT_NEGATIVE, ("time/environment", "waiting")
     ),
     _chart("truncated", "Truncated", "share of responses", FRACTION, ("completions/clipped_ratio", "truncated")),
-    _chart("entropy", "Entropy", f"nats per token, {UPDATES}", NOT_NEGATIVE, ("entropy", "entropy")),
-    _chart("kl", "KL to the reference", f"per token, {UPDATES}", UNBOUNDED, ("kl", "KL")),
+    _chart("entropy", "Entropy", f"nats per token, {OVER_UPDATES}", NOT_NEGATIVE, ("entropy", "entropy")),
+    _chart("kl", "KL to the reference", f"per token, {OVER_UPDATES}", UNBOUNDED, ("kl", "KL")),
     _chart(
-        *("clip", "Clipped tokens", f"share of tokens, {UPDATES}", FRACTION),
+        *("clip", "Clipped tokens", f"share of tokens, {OVER_UPDATES}", FRACTION),
         ("clip_ratio/low_mean", "low", "clip−"),
         ("clip_ratio/high_mean", "high", "clip+"),
     ),
@@ -147,69 +147,71 @@ CHART_METRICS = tuple(metric.name for chart in CHARTS for metric in chart.series
 FRACTION_METRICS = frozenset(metric.name for chart in CHARTS if chart.bounds == FRACTION for metric in chart.series)
 _CHART_OF = {metric.name: chart for chart in CHARTS for metric in chart.series}
 _SHORT = {metric.name: metric.short for chart in CHARTS for metric in chart.series} | {"trust_region/kl": "moved"}
-COSTS = {"samples": "num_responses", "tokens": "num_tokens", "seconds": "time/step"}
-"""What a step costs, and the metric that says how much."""
+COST_METRICS = {"samples": "num_responses", "tokens": "num_tokens", "seconds": "time/step"}
+"""The costs of a step and the metrics that measure them."""
 
 ALWAYS_WRITTEN = (
     *("step", "reward", "reward_std", "accuracy", "eval/accuracy", "eval/reward", "exact/reward", "entropy", "kl"),
     *("clip_ratio/low_mean", "clip_ratio/high_mean", "frac_reward_zero_std", "frac_all_right", "frac_all_wrong"),
     *("completions/mean_length", "completions/clipped_ratio", MISMATCH, "grad_norm", "reward_errors"),
 )
-"""On every line of metrics.jsonl, in this order; null: not measured in this step. The loss comes last."""
-HEADLINES = (
+"""Metrics on every line of metrics.jsonl, in this order (null: not measured in this step). The loss comes last."""
+RESULT_METRICS = (
     *("eval/accuracy", "accuracy", "eval/pairs/accuracy", "eval/logp", "exact/reward", "eval/reward", "reward"),
     *("entropy", "kl", "completions/mean_length", "frac_reward_zero_std"),
 )
-"""What says how a run ended, where it was measured."""
+"""Metrics that summarize the result of a run, if they were measured."""
 
 
 def chart_of(metric: str) -> Chart:
-    """The chart that a metric stands in; one that the table does not know has a chart of its own."""
+    """Return the chart of a metric. A metric that is not in the table gets a separate chart."""
     return _CHART_OF[metric] if metric in _CHART_OF else _chart(metric, metric, "", UNBOUNDED, (metric, metric))
 
 
-def series_label(metric: str, greedy: str = GREEDY) -> str:
-    """What a metric is called beside the title of its chart."""
-    return next(line.label for line in chart_of(metric).series if line.name == metric).replace(GREEDY, greedy)
+def series_label(metric: str, greedy: str = EVALUATION_LABEL) -> str:
+    """Return the label of a metric beside the title of its chart."""
+    return next(line.label for line in chart_of(metric).series if line.name == metric).replace(EVALUATION_LABEL, greedy)
 
 
 def short_name(metric: str) -> str:
-    """What a terminal calls a metric."""
+    """Return the short name of a metric for a terminal."""
     return _SHORT.get(metric, metric)
 
 
-def metric_title(metric: str, greedy: str = GREEDY) -> tuple[str, str]:
-    """What a metric is called by itself, and its unit."""
+def metric_title(metric: str, greedy: str = EVALUATION_LABEL) -> tuple[str, str]:
+    """Return the full title of a metric, and its unit."""
     chart = chart_of(metric)
     return chart.title if len(chart.series) == 1 else f"{chart.title}, {series_label(metric, greedy)}", chart.unit
 
 
 def evaluation_label(task: Any) -> str:
-    """What the evaluation of a task is called. The lecture holds nothing out; of a user's own task nobody knows."""
+    """Return the label of a task's evaluation. `lecture` holds no prompts out; for custom tasks it is unknown."""
     from ascent.tasks import TASKS
 
     name = str(task).partition(":")[0]
     if name not in {name_of(cls) for cls in TASKS}:
-        return GREEDY
+        return EVALUATION_LABEL
     return "greedy" if name == "lecture" else "held out, greedy"
 
 
-def charts_with_data(metrics: Collection[str], greedy: str = GREEDY) -> list[dict[str, Any]]:
-    """The charts for which there are numbers, each with the series that have some, as a page reads them."""
-    made = []
+def charts_with_data(metrics: Collection[str], greedy: str = EVALUATION_LABEL) -> list[dict[str, Any]]:
+    """Return the charts of the measured metrics as JSON for a page."""
+    charts = []
     for chart in CHARTS:
         lines = [metric for metric in chart.series if metric.name in metrics]
-        series = [{"metric": m.name, "label": m.label.replace(GREEDY, greedy), "colour": m.colour} for m in lines]
+        series = [
+            {"metric": m.name, "label": m.label.replace(EVALUATION_LABEL, greedy), "colour": m.colour} for m in lines
+        ]
         about = {"key": chart.key, "title": chart.title, "unit": chart.unit, "share": chart.bounds == FRACTION}
-        made += [about | {"series": series}] if series else []
-    return made
+        charts += [about | {"series": series}] if series else []
+    return charts
 
 
 def evaluation_score(line: dict[str, Any]) -> tuple[float, float] | None:
-    """The quality of an evaluation: held-out accuracy, then reward; without them log-prob or log-loss."""
+    """Return the score of an evaluation: held-out accuracy, then reward; without them log-prob or negative loss."""
     if line.get("eval/logp") is not None:
         return line["eval/logp"], 0.0
-    if line.get("eval/accuracy") is None and line.get("eval/reward") is not None:  # nobody can say what is right
+    if line.get("eval/accuracy") is None and line.get("eval/reward") is not None:  # correctness is not defined
         return line["eval/reward"], 0.0
     if line.get("eval/accuracy") is None:
         loss = line.get("eval/pairs/log_loss", line.get("eval/steps/error"))
@@ -218,6 +220,6 @@ def evaluation_score(line: dict[str, Any]) -> tuple[float, float] | None:
 
 
 def best_evaluation(lines: list[dict[str, Any]]) -> tuple[int, tuple[float, float]] | None:
-    """The step after which the best evaluation was made, and its quality; the first among equals."""
-    evaluated = [(line["step"] + 1, now) for line in lines if (now := evaluation_score(line)) is not None]
+    """Return the step and the score of the best evaluation; the first one among equals."""
+    evaluated = [(line["step"] + 1, score) for line in lines if (score := evaluation_score(line)) is not None]
     return max(evaluated, key=lambda pair: (pair[1], -pair[0]), default=None)

@@ -92,7 +92,7 @@ def plain_open() -> None:
 
 
 def nested_lines() -> None:
-    metric_columns.NESTED = 1 << 40
+    metric_columns.MAX_NESTED_VALUES = 1 << 40
 
 
 def unnamed_errors() -> None:

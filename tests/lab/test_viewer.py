@@ -25,7 +25,7 @@ from ascent.lab.pages.run.page import occupancy_at, run_page
 from ascent.lab.pages.runs.page import read_note, run_row, run_row_or_reason, write_note
 from ascent.lab.server import application
 from ascent.runs import metric_columns
-from ascent.runs.metric_columns import Columns, parse
+from ascent.runs.metric_columns import MetricColumns, parse_lines
 from ascent.runs.metrics import CHARTS, charts_with_data, evaluation_label
 from ascent.runs.run_folder import RunFolder
 from ascent.runs.run_list import RunEntry, find_run, how_to_resume, run_status, runs_below, status_reason
@@ -52,8 +52,8 @@ def walk(count: int, start: int = 0, seed: int = 0) -> list[dict[str, Any]]:
     return lines
 
 
-def read(path: Path) -> Columns:
-    found = Columns(path)
+def read(path: Path) -> MetricColumns:
+    found = MetricColumns(path)
     found.update()
     return found
 
@@ -80,11 +80,11 @@ def test_buckets_hold_what_numpy_computes_whatever_was_read_when(
     path = tmp_path_factory.mktemp("m") / "m"
     lines = walk(count)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metric_columns, "CHUNK", 1000)
+        patch.setattr(metric_columns, "READ_CHUNK_BYTES", 1000)
         found = read(written(path, lines[:cut]))
         written(path, lines[cut:], "a")
         found.update()
-        assert found.kept == found.lines == count
+        assert found.num_kept == found.num_lines == count
         drawn = curves(found, ["reward", "eval/accuracy"], points=points)
     size = drawn["bucket"]
     assert len(drawn["x"]) == -(-count // size) <= max(points, 1)
@@ -123,7 +123,7 @@ def test_a_torn_last_line_waits_until_it_is_whole(tmp_path: Path) -> None:
     with open(path, "a") as file:
         file.write(whole[:10])
     found = read(path)
-    assert found.lines == 3 and not found.bad
+    assert found.num_lines == 3 and not found.bad_lines
     with open(path, "a") as file:
         file.write(whole[10:])
     found.update()
@@ -140,7 +140,7 @@ def test_a_file_that_was_cut_back_and_went_on_is_read_anew(tmp_path: Path) -> No
     assert curves(found, ["loss"])["metrics"]["loss"]["mean"][20:] == [x["loss"] for x in walk(60, start=20, seed=1)]
     path.unlink()
     found.update()
-    assert found.lines == 0 and curves(found, ["loss"])["x"] == []
+    assert found.num_lines == 0 and curves(found, ["loss"])["x"] == []
 
 
 def test_what_is_not_finite_is_marked_and_never_drawn(tmp_path: Path) -> None:
@@ -161,8 +161,8 @@ def test_lines_that_cannot_be_read_are_named_and_left_out(tmp_path: Path) -> Non
         file.write('{"step": 2, "rew\n[1]\n{"reward": 1}\n\n')
     written(path, walk(2, start=3), "a")
     found = read(path)
-    assert found.lines == 4 and found.bad_count == 4
-    assert found.bad[0].startswith("line 3 is no JSON") and found.bad[1] == "line 4 has no step"
+    assert found.num_lines == 4 and found.num_bad_lines == 4
+    assert found.bad_lines[0].startswith("line 3 is no JSON") and found.bad_lines[1] == "line 4 has no step"
     assert curves(found, ["reward"])["x"] == [0, 1, 3, 4]
 
 
@@ -176,14 +176,14 @@ def test_a_metric_that_is_a_word_in_one_line_does_not_cost_the_others(tmp_path: 
 @pytest.mark.long
 @pytest.mark.smoke
 def test_memory_does_not_grow_with_a_run_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metric_columns, "MOST_NUMBERS", 50_000)
+    monkeypatch.setattr(metric_columns, "MAX_NUMBERS", 50_000)
     path, sizes = tmp_path / "m", []
-    found = Columns(path)
+    found = MetricColumns(path)
     for part in range(20):
         written(path, walk(2_500, start=2_500 * part), "a")
         found.update()
         sizes.append(found.size)
-    assert found.lines == 50_000 and max(sizes) <= 8 * metric_columns.MOST_NUMBERS and found.every == 8
+    assert found.num_lines == 50_000 and max(sizes) <= 8 * metric_columns.MAX_NUMBERS and found.stride == 8
     assert "one of 8 lines is shown" in found.problem and found.steps.tolist() == list(range(0, 50_000, 8))
     drawn = curves(found, ["reward", "late"], points=100)
     assert drawn["first"] == 0 and drawn["bucket"] == 500
@@ -202,7 +202,7 @@ def test_the_library_forgets_what_was_asked_for_longest_ago(tmp_path: Path, monk
         folder.mkdir()
         written(folder / "metrics.jsonl", walk(300))
         with column_cache.columns(RunEntry(str(i), folder, "ascent")) as found:
-            assert found.lines == 300
+            assert found.num_lines == 300
     assert 1 <= len(column_cache._cached) < 12 and tmp_path / "11" in column_cache._cached
 
 
@@ -274,7 +274,7 @@ def test_a_list_does_not_say_status_and_steps_twice_and_a_page_says_how_to_go_on
 def test_parsing_many_lines_at_once_is_parsing_each(tmp_path: Path) -> None:
     """Pyarrow's reader against json's, through the one path and the other."""
     data = written(tmp_path / "m", walk(300)).read_bytes()
-    fast, slow = parse(data), parse(data + b'{"step": 300, "reward": NaN}\n')
+    fast, slow = parse_lines(data), parse_lines(data + b'{"step": 300, "reward": NaN}\n')
     for name in ("reward", "eval/accuracy", "late"):
         np.testing.assert_array_equal(fast.columns[name], slow.columns[name][:300])
     np.testing.assert_array_equal(fast.steps, slow.steps[:300])
@@ -531,15 +531,15 @@ def test_a_run_that_is_being_written_is_followed(tmp_path: Path) -> None:
                 file.write(text[7:])
                 file.flush()
         os._exit(0)
-    found, seen = Columns(path), []
-    while found.lines < 2000:
+    found, seen = MetricColumns(path), []
+    while found.num_lines < 2000:
         found.update()
-        seen.append(found.lines)
-        assert not found.bad
+        seen.append(found.num_lines)
+        assert not found.bad_lines
         if os.waitpid(pid, os.WNOHANG)[0]:
             found.update()
             break
         time.sleep(0.001)
-    assert found.lines == 2000 and seen == sorted(seen) and measured_metrics(found) >= {"reward", "loss"}
+    assert found.num_lines == 2000 and seen == sorted(seen) and measured_metrics(found) >= {"reward", "loss"}
     total = sum(line["reward"] for line in lines)
     assert math.isclose(found.total("reward") or 0.0, total, rel_tol=1e-9)

@@ -26,7 +26,7 @@ from ascent.lab.pages.compare.run_comparison import Comparison
 from ascent.lab.pages.runs.page import read_note, write_note
 from ascent.lab.report import run_report as report
 from ascent.lab.server import application
-from ascent.runs.metric_columns import Columns, bucket_starts, bucket_width, parse
+from ascent.runs.metric_columns import MetricColumns, bucket_starts, bucket_width, parse_lines
 from ascent.runs.run_folder import RunFolder, is_locked
 from ascent.runs.run_list import run_status
 from ascent.server.guard import Guard, host_names
@@ -513,21 +513,21 @@ def test_one_run_under_two_names_is_compared_and_two_comparisons_do_not_wait_for
 
 
 def test_lines_that_nest_deeply_are_bad_lines_and_no_crash() -> None:
-    found = parse(('{"step": 0, "a": %s}\n{"step": 1, "reward": 2}\n' % DEEP).encode())
+    found = parse_lines(('{"step": 0, "a": %s}\n{"step": 1, "reward": 2}\n' % DEEP).encode())
     assert found.steps.tolist()[-1] == 1 and found.columns["reward"].tolist()[-1] == 2
 
 
 @pytest.mark.long
 def test_one_deep_line_among_many_is_a_bad_line_and_no_crash() -> None:
-    found = parse(b'{"step": 0}\n' * 100_000 + b'{"step": 1, "x": ' + b"[" * 190_000 + b"]" * 190_000 + b"}\n")
-    assert len(found.steps) == 100_000 and len(found.bad) == 1 and "line 100001" in found.bad[0]
+    found = parse_lines(b'{"step": 0}\n' * 100_000 + b'{"step": 1, "x": ' + b"[" * 190_000 + b"]" * 190_000 + b"}\n")
+    assert len(found.steps) == 100_000 and len(found.bad_lines) == 1 and "line 100001" in found.bad_lines[0]
 
 
 def test_buckets_of_two_runs_hold_the_same_steps_though_one_lacks_a_line(tmp_path: Path) -> None:
     for name, missing in (("a", None), ("b", 5)):
         with open(tmp_path / name, "w") as file:
             file.writelines(json.dumps({"step": s, "reward": s}) + "\n" for s in range(5_000) if s != missing)
-    one, other = (Columns(tmp_path / name) for name in "ab")
+    one, other = (MetricColumns(tmp_path / name) for name in "ab")
     one.update()
     other.update()
     drawn, lacking = curves(one, ["reward"]), curves(other, ["reward"])
@@ -539,9 +539,9 @@ def test_many_metrics_take_no_more_memory_than_some(tmp_path: Path) -> None:
     path = tmp_path / "m"
     with open(path, "w") as file:
         file.writelines(json.dumps({"step": s, "reward": 1.0, f"m{s}": 1.0}) + "\n" for s in range(3_000))
-    found = Columns(path)
+    found = MetricColumns(path)
     found.update()
-    assert len(found.names) <= 400 and "left out" in found.problem and found.lines == 3_000
+    assert len(found.names) <= 400 and "left out" in found.problem and found.num_lines == 3_000
 
 
 def test_a_metric_of_its_own_in_every_line_makes_no_column_of_all_lines(
@@ -549,21 +549,21 @@ def test_a_metric_of_its_own_in_every_line_makes_no_column_of_all_lines(
 ) -> None:
     made: list[int] = []
     monkeypatch.setattr(
-        "ascent.runs.metric_columns._columns", lambda data, lines: made.append(lines * data.count(b'":'))
+        "ascent.runs.metric_columns._parse_with_pyarrow", lambda data, lines: made.append(lines * data.count(b'":'))
     )
     (tmp_path / "m").write_text("".join('{"step": %d, "m%d": 1}\n' % (s, s) for s in range(3_000)))
-    found = Columns(tmp_path / "m")
+    found = MetricColumns(tmp_path / "m")
     found.update()
-    assert found.lines == 3_000 and max(made) <= 1_000_000, "numbers that one call may have to hold"
+    assert found.num_lines == 3_000 and max(made) <= 1_000_000, "numbers that one call may have to hold"
 
 
 def test_a_line_without_end_is_no_reason_to_read_it_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ascent.runs.metric_columns.CHUNK", 1000)
+    monkeypatch.setattr("ascent.runs.metric_columns.READ_CHUNK_BYTES", 1000)
     path = tmp_path / "m"
     path.write_text('{"step": 0, "reward": 1}\n{"step": 1, "text": "' + "x" * 5_000)
-    found = Columns(path)
+    found = MetricColumns(path)
     found.update()
-    assert found.lines == 1 and "a line of more than" in found.problem
+    assert found.num_lines == 1 and "a line of more than" in found.problem
 
 
 def test_a_sign_of_life_is_one_that_changes_whatever_the_clock_there_says(tmp_path: Path) -> None:

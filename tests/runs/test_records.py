@@ -27,9 +27,9 @@ from ascent.processes.user_state import state_folder
 from ascent.runs import checkpoint, foreign_runs, metric_columns, parquet_reader, run_list
 from ascent.runs.alerts.metric_windows import StepBlock, WindowComparison, sums
 from ascent.runs.confidence_intervals import compare_over_seeds
-from ascent.runs.display.plots import OF_A_POLICY, OF_A_PROCESS_REWARD, OF_A_REWARD_MODEL, PAIRS, panels_of
+from ascent.runs.display.plots import PAIRS, POLICY_PANELS, PROCESS_REWARD_PANELS, REWARD_MODEL_PANELS, panels_for
 from ascent.runs.journal import Journal
-from ascent.runs.metric_columns import Columns, nonfinite_of
+from ascent.runs.metric_columns import MetricColumns, nonfinite_values
 from ascent.runs.parquet_reader import open_parquet, thrift_struct
 from ascent.runs.replica_log import replica_events, replicas_of
 from ascent.runs.rollout_files import summary_rows
@@ -77,19 +77,19 @@ def test_the_state_folder_is_closed_to_others(tmp_path: Path, monkeypatch: pytes
 
 def test_a_very_long_file_is_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """40 lines of two columns are 80 numbers: every fourth line has 20, which is below the bound of 30."""
-    monkeypatch.setattr(metric_columns, "MOST_NUMBERS", 30)
+    monkeypatch.setattr(metric_columns, "MAX_NUMBERS", 30)
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": s, "reward": float(s)}) + "\n" for s in range(39)))
-    found = Columns(path)
+    found = MetricColumns(path)
     found.update()
-    assert (found.lines, found.every, found.problem) == (39, 4, "a very long file: one of 4 lines is shown")
+    assert (found.num_lines, found.stride, found.problem) == (39, 4, "a very long file: one of 4 lines is shown")
     assert found.steps.tolist() == found["reward"].tolist() == [*range(0, 39, 4)]
     with path.open("a") as file:
         file.writelines(json.dumps({"step": s, "reward": float(s)}) + "\n" for s in range(39, 46))
     found.update()
     assert found.steps.tolist() == found["reward"].tolist() == [*range(0, 46, 4)], "it goes on with the same lines"
     assert found.total("reward") == 4 * sum(range(0, 46, 4))
-    assert found.some_lines(["missing"], 9) == [] and len(found.some_lines(["reward"], 3)) == 3
+    assert found.sample_lines(["missing"], 9) == [] and len(found.sample_lines(["reward"], 3)) == 3
 
 
 @pytest.mark.parametrize(
@@ -103,16 +103,16 @@ def test_a_very_long_file_is_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_numbers_that_are_not_finite(line: Any, odd: list[Any]) -> None:
-    assert nonfinite_of(line) == odd
+    assert nonfinite_values(line) == odd
 
 
 @pytest.mark.parametrize(
     ("metrics", "panels"),
     [
-        ({}, OF_A_POLICY),
-        ({"accuracy": 1.0, "loss": 1.0}, OF_A_POLICY),
-        ({"loss": 1.0, "rewards/accuracies": 0.5}, OF_A_REWARD_MODEL),
-        ({"loss": 1.0, "steps/error": 0.5}, OF_A_PROCESS_REWARD),
+        ({}, POLICY_PANELS),
+        ({"accuracy": 1.0, "loss": 1.0}, POLICY_PANELS),
+        ({"loss": 1.0, "rewards/accuracies": 0.5}, REWARD_MODEL_PANELS),
+        ({"loss": 1.0, "steps/error": 0.5}, PROCESS_REWARD_PANELS),
         (
             {"loss": 1.0, "entropy": 1.0},
             (("eval/reward", "exact/reward"), ("eval/accuracy",), ("entropy",), ("eval/logp", "loss")),
@@ -124,7 +124,7 @@ def test_numbers_that_are_not_finite(line: Any, odd: list[Any]) -> None:
     ],
 )
 def test_the_panels_of_a_run(metrics: dict[str, float], panels: Any) -> None:
-    assert panels_of([{"step": 0}, {"step": 1, **metrics}]) == panels
+    assert panels_for([{"step": 0}, {"step": 1, **metrics}]) == panels
 
 
 def test_a_measure_that_is_not_finite_is_left_out_over_seeds() -> None:

@@ -22,8 +22,8 @@ from ascent.lab.pages.run.page import run_page
 from ascent.lab.pages.runs.page import part_of
 from ascent.lab.report.svg_chart import Series, chart, number, plural, real, shown
 from ascent.runs import rollout_files as recorded
-from ascent.runs.metric_columns import Columns
-from ascent.runs.metrics import FRACTION_METRICS, HEADLINES, evaluation_label, metric_title
+from ascent.runs.metric_columns import MetricColumns
+from ascent.runs.metrics import FRACTION_METRICS, RESULT_METRICS, evaluation_label, metric_title
 from ascent.runs.run_list import RunEntry, run_kind
 from ascent.runs.untrusted_files import READ_ERRORS, naming_file, open_regular
 from ascent.tasks.base import error_line
@@ -95,7 +95,7 @@ def report_of(place: RunEntry) -> str:
     metrics = [one["metric"] for chart in about["charts"] for one in chart["series"]]
     with column_cache.columns(place) as columns:
         drawn = curves(columns, metrics, points=POINTS)
-        rows = {c["key"]: columns.some_lines([one["metric"] for one in c["series"]], LINES) for c in about["charts"]}
+        rows = {c["key"]: columns.sample_lines([one["metric"] for one in c["series"]], LINES) for c in about["charts"]}
         last = {metric: value for metric in metrics if (value := columns.last(metric))}
         completions = gather_completions(place.folder, place.kind, about["events"], columns)
     status, seed = str(about["status"]), f"seed {about['seed']}" if about["seed"] is not None else ""
@@ -132,7 +132,7 @@ def report_of(place: RunEntry) -> str:
 def _headlines(about: Mapping[str, Any], last: Mapping[str, tuple[Any, Any]]) -> list[tuple[Any, ...]]:
     """Return name, last value, maximum and step of the main metrics."""
     greedy, headlines = evaluation_label(about["task"]), []
-    for metric in [metric for metric in HEADLINES if metric in last][:HEADED]:
+    for metric in [metric for metric in RESULT_METRICS if metric in last][:HEADED]:
         value, step = last[metric]
         most = about["max_reward"] if metric in OF_REWARD else None
         headlines.append((metric_title(metric, greedy)[0], number(value, metric in FRACTION_METRICS), most, step))
@@ -258,7 +258,7 @@ def seen_of(event: Mapping[str, Any]) -> Seen | None:
 
 
 def gather_completions(
-    folder: Path, kind: str, events: Iterable[Mapping[str, Any]], columns: Columns
+    folder: Path, kind: str, events: Iterable[Mapping[str, Any]], columns: MetricColumns
 ) -> dict[str, Any]:
     """Return completions of alerts and of the first, a middle and the last recorded step, with problems and notes."""
     steps, parts = recorded.recorded_steps(folder, kind), list[Row]()
@@ -294,7 +294,7 @@ def gather_completions(
     }
 
 
-def _read_part(folder: Path, kind: str, seen: Seen, alerts: list[str], columns: Columns) -> Row:
+def _read_part(folder: Path, kind: str, seen: Seen, alerts: list[str], columns: MetricColumns) -> Row:
     """Return the completions of a step, or those that alerts name, with notes on their token data."""
     page = completions_page(folder, kind, seen.step, show=seen.show, q=seen.q, count=SEEN_GROUPS if alerts else GROUPS)
     notes: list[str] = []

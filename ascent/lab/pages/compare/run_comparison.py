@@ -17,8 +17,16 @@ from ascent.core.menu import nearest
 from ascent.lab.curves import ALL_STEPS, DEFAULT_POINTS, ColumnCache, StepRange, measured_metrics
 from ascent.lab.pages.runs.page import run_row
 from ascent.runs.confidence_intervals import compare_over_seeds, t_quantile
-from ascent.runs.metric_columns import Columns, bucket_means, bucket_starts, bucket_width, numbers_or_none
-from ascent.runs.metrics import CHART_METRICS, COSTS, GREEDY, HEADLINES, chart_of, charts_with_data, evaluation_label
+from ascent.runs.metric_columns import MetricColumns, bucket_means, bucket_starts, bucket_width, numbers_or_none
+from ascent.runs.metrics import (
+    CHART_METRICS,
+    COST_METRICS,
+    EVALUATION_LABEL,
+    RESULT_METRICS,
+    chart_of,
+    charts_with_data,
+    evaluation_label,
+)
 from ascent.runs.run_list import RunEntry, find_run
 from ascent.runs.trust import DESCRIPTION
 from ascent.runs.untrusted_files import finite_number, read_object
@@ -30,15 +38,15 @@ NAMED = 3
 MAX_ID_LENGTH = 40
 LEGEND = 32
 """Maximum length of a setting's name in a legend."""
-SPENT = {"responses": COSTS["samples"], "tokens": COSTS["tokens"], "seconds": COSTS["seconds"]}
+SPENT = {"responses": COST_METRICS["samples"], "tokens": COST_METRICS["tokens"], "seconds": COST_METRICS["seconds"]}
 """Costs of a run and their metrics."""
-MEASURES = (*HEADLINES, "steps", *SPENT)
+MEASURES = (*RESULT_METRICS, "steps", *SPENT)
 UNFINISHED = {
     **{"running": "still running, so this is not yet how it ended", "died": "died before its end"},
     **{"failed": "failed before its end", "interrupted": "stopped before its end"},
 }
 """Reasons why the last values of a run are not final, by its status."""
-AXES: dict[str, str | None] = {"step": None, **COSTS}
+AXES: dict[str, str | None] = {"step": None, **COST_METRICS}
 """Possible x axes, and the metric whose running sum each is."""
 DIGITS = 6
 
@@ -87,7 +95,7 @@ class Comparison:
             raise ConfigError(f"{len(wanted)} runs: at most {MOST_COMPARED} are compared at once. Leave some out")
         self.runs = [read_side(find_run(root, id)) for id in wanted]
         self.groups = setting_groups(self.runs)
-        self.column_cache, self.columns = column_cache, dict[str, Columns]()
+        self.column_cache, self.columns = column_cache, dict[str, MetricColumns]()
         self._held = ExitStack()
 
     def __enter__(self) -> Comparison:
@@ -163,7 +171,7 @@ class Comparison:
     def charts(self) -> list[dict[str, Any]]:
         called = {evaluation_label(run.row["task"]) for run in self.runs}
         have = set().union(*(measured_metrics(columns) for columns in self.columns.values()))
-        return charts_with_data(have, called.pop() if len(called) == 1 else GREEDY)
+        return charts_with_data(have, called.pop() if len(called) == 1 else EVALUATION_LABEL)
 
     def summary(self) -> dict[str, Any]:
         """Everything but the curves, and how they ended."""
@@ -282,11 +290,11 @@ def setting_groups(runs: Sequence[Side]) -> dict[str, list[Side]]:
 # ---- how they ended, and what cannot be subtracted --------------------------------------------------------
 
 
-def final(columns: Columns) -> dict[str, Any]:
+def final(columns: MetricColumns) -> dict[str, Any]:
     """The last value of every measure, and what the run has cost."""
-    ends: dict[str, Any] = {m: last[0] for m in HEADLINES if (last := columns.last(m)) is not None}
+    ends: dict[str, Any] = {m: last[0] for m in RESULT_METRICS if (last := columns.last(m)) is not None}
     costs = {name: columns.total(metric) for name, metric in SPENT.items()}
-    return ends | costs | {"steps": int(columns.steps[-1]) + 1 if columns.kept else 0}
+    return ends | costs | {"steps": int(columns.steps[-1]) + 1 if columns.num_kept else 0}
 
 
 def unlike(first: Sequence[Side], other: Sequence[Side]) -> str:
@@ -365,7 +373,7 @@ class Curve(NamedTuple):
         return Curve(np.floor(self.steps[starts]), bucket_means(self.x, starts), bucket_means(self.values, starts))
 
 
-def curve_of(columns: Columns, metric: str, axis: str) -> Curve | None:
+def curve_of(columns: MetricColumns, metric: str, axis: str) -> Curve | None:
     """All that was measured of a metric. None: the run lacks it, or what the axis counts."""
     cost = AXES[axis]
     lies_at = columns.steps if cost is None else columns.running_sum(cost)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ascent.core.errors import ConfigError
 from ascent.runs import rollout_files as recorded
-from ascent.runs.metric_columns import evenly
+from ascent.runs.metric_columns import evenly_spaced
 from ascent.runs.recorded_conversation import TURN_COLUMNS, conversation, describe_message, sampled_tokens, turn_numbers
 from ascent.runs.untrusted_files import FileCache, naming_file, read_object
 
@@ -221,7 +221,7 @@ def prompt_history(folder: Path, kind: str, key: str, which: str = recorded.SAMP
     if not steps:
         raise ConfigError("this prompt is in none of the recorded steps")
     told, prompt, paths = [], "", recorded.recorded_files(folder, kind, which)
-    for step in evenly(steps, MOST):
+    for step in evenly_spaced(steps, MOST):
         group, _ = indexed[step][key]
         try:
             with naming_file(paths[step]):

@@ -67,9 +67,9 @@ def run_page(place: RunEntry, column_cache: ColumnCache) -> dict[str, Any]:
         problems += filter(None, [first, second])
     with column_cache.columns(place) as columns:
         charts = charts_with_data(measured_metrics(columns), evaluation_label(run.get("task")) if ours else "evaluated")
-        problems += [f"metrics.jsonl: {text}" for text in (columns.problem, *columns.bad[:3]) if text]
-        if columns.bad_count > 3:
-            problems.append(f"metrics.jsonl: {columns.bad_count:,} lines in all cannot be read, and are left out")
+        problems += [f"metrics.jsonl: {text}" for text in (columns.problem, *columns.bad_lines[:3]) if text]
+        if columns.num_bad_lines > 3:
+            problems.append(f"metrics.jsonl: {columns.num_bad_lines:,} lines in all cannot be read, and are left out")
         for name, count in columns.nonfinite_counts.items():
             step, text = columns.nonfinite[name][0]
             steps = f"{count:,} step{'s' * (count > 1)}"
