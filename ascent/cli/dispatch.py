@@ -65,7 +65,7 @@ def overview() -> str:
 def run_command(argv: Sequence[str]) -> int:
     """Run the command that `argv` names and return its exit status."""
     args = list(argv)
-    trust.asking = "--trust" in args
+    trust.ask_at_terminal = "--trust" in args
     trust.TRUSTED.update(arg.removeprefix("--trust=") for arg in args if arg.startswith("--trust="))
     args = [arg for arg in args if arg.partition("=")[0] != "--trust"]  # a flag of every command that loads a run
     return exit_status(lambda: _execute(args))

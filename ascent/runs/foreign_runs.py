@@ -1,4 +1,4 @@
-"""Runs of TRL and verl, read as if they were ours. What their files lack is absent; steps count from 1, as there."""
+"""Read runs of TRL and verl like runs of Ascent. Missing values stay absent; steps count from 1, as in TRL and verl."""
 
 import hashlib
 import itertools
@@ -30,14 +30,14 @@ from ascent.runs.untrusted_files import (
 from ascent.tasks.base import error_line
 
 Row = dict[str, Any]
-MOST_ROLLOUTS = 1 << 28
-"""Bytes of one step of verl's rollouts that are read."""
-APART = 1e-3
-"""If a logged reward is further than this from the sum of its parts, the parts were weighted."""
-_rows = FileCache(200_000)
-_lines = FileCache(20_000)
-_logs = FileCache(50)
-_alerts = FileCache(200)
+MAX_ROLLOUT_BYTES = 1 << 28
+"""Maximum bytes of one step of verl's rollouts."""
+WEIGHTED_REWARD_TOLERANCE = 1e-3
+"""If a logged reward differs from the sum of its parts by more than this (relative), the parts were weighted."""
+_rows_cache = FileCache(200_000)
+_lines_cache = FileCache(20_000)
+_logs_cache = FileCache(50)
+_alerts_cache = FileCache(200)
 
 
 class Trl:
@@ -51,25 +51,25 @@ class Trl:
 
     title = "TRL"
     part = "rewards/{}/mean"
-    """The name of a reward component's mean in a line of metrics."""
+    """The metric of the mean of a reward component."""
     columns: ClassVar = {"step", "prompt", "completion", "advantage"}
 
     def files(self, folder: Path) -> dict[int, Path]:
-        """The files of completions by step: in the folder of a run, or in its folder `completions`."""
+        """Return the completion files by step, from the folder of a run or its folder `completions`."""
         name = r"completions_(\d{1,12})\.parquet"
         inner = folder / "completions"
         return ({} if inner.is_symlink() else numbered_files(inner, name)) or numbered_files(folder, name)
 
     def is_run(self, folder: Path) -> bool:
-        """Is this folder a run of this library? File names are checked first, then one file."""
+        """Return whether a folder is a run of TRL. File names are checked first, then one file."""
         paths = list(self.files(folder).values())
         for path in paths[-1:] + paths[:1]:
             with suppress(ConfigError), open_parquet(path) as file:
                 return set(file.schema.names) >= self.columns - {"advantage"}
-        return bool(paths)  # by its name; what is wrong with its files is reported when they are opened
+        return bool(paths)  # the names match; errors in the files are reported when they are opened
 
     def rows(self, path: Path, names: tuple[str, ...] | None = None) -> list[Row]:
-        """The rows of a file. A completion's reward is the plain sum of its reward functions."""
+        """Read the rows of a file. The reward of a completion is the sum of its reward functions."""
         import pyarrow as pa
 
         with open_parquet(path) as file:
@@ -83,7 +83,9 @@ class Trl:
         rewards = [name for name in numeric if name not in self.columns and (names is None or name in names)]
         others = [name for name in table.column_names if name not in self.columns.union(rewards)]
         rows: list[Row] = []
-        for (group, sample), line in zip(_places(table.column("prompt").to_pylist()), table.to_pylist(), strict=True):
+        for (group, sample), line in zip(
+            _group_and_sample(table.column("prompt").to_pylist()), table.to_pylist(), strict=True
+        ):
             parts = {name: line[name] for name in rewards}
             known = [value for value in parts.values() if value is not None and not math.isnan(value)]
             row = {
@@ -101,26 +103,29 @@ class Trl:
             if parts and not known:
                 row["reason"] = "no reward function gave a number"
             if others:
-                row["said"] = {name: str(line[name])[:500] for name in others if line[name] is not None}
+                row["extra"] = {name: str(line[name])[:500] for name in others if line[name] is not None}
             rows.append(row)
         return rows
 
     def logs(self, folder: Path) -> list[Path]:
-        """Every trainer_state.json: that of the whole run, then those of its checkpoints from the newest."""
+        """Return all trainer_state.json files: that of the run, then those of its checkpoints, newest first."""
         checkpoints = reversed(numbered_files(folder, r"checkpoint-(\d+)").values())
-        own = [path for path in checkpoints if not path.is_symlink()]
-        return [path for place in (folder, *own) if (path := place / "trainer_state.json").exists()]
+        folders = [path for path in checkpoints if not path.is_symlink()]
+        return [path for parent in (folder, *folders) if (path := parent / "trainer_state.json").exists()]
 
 
-def _places(prompts: list[Any]) -> list[tuple[int, int]]:
-    """Group and sample of every row. All groups have one size, so a prompt that was drawn twice in a row is two."""
+def _group_and_sample(prompts: list[Any]) -> list[tuple[int, int]]:
+    """Return the group and the sample of every row.
+
+    All groups have the same size, so two adjacent groups with the same prompt are told apart.
+    """
     runs = [len(list(equal)) for _, equal in itertools.groupby(prompts)]
     size = math.gcd(*runs) if len(runs) > 1 else len(prompts)
     return [divmod(i, max(size, 1)) for i in range(len(prompts))]
 
 
 def message_text(value: Any) -> str:
-    """A text as it is; messages as their contents, with their roles if there are several."""
+    """Return text unchanged, and messages as their contents, with roles if there are several."""
     if not isinstance(value, list):
         return "" if value is None else _text(value)
     turns = [(str(m.get("role", "")), _content(m)) if isinstance(m, dict) else ("", str(m)) for m in value]
@@ -131,7 +136,7 @@ def _content(message: dict[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, str):
         return content
-    if isinstance(content, list):  # parts, of which some are text
+    if isinstance(content, list):  # content parts, some of which are text
         return "".join(str(p.get("text") or "") if isinstance(p, dict) else str(p) for p in content)
     rest = {k: v for k, v in message.items() if k != "role" and v is not None}
     return _text(rest) if rest else ""
@@ -140,15 +145,15 @@ def _content(message: dict[str, Any]) -> str:
 class Verl:
     """verl's rollouts (`trainer.rollout_data_dir`): 10.jsonl, one file per step and one line per response.
 
-    A line has input, output, gts (the right answer; missing in old files), score, step, and whatever else the reward
-    function returned (`acc` is its strict score). Lines are balanced over the workers, so a group is all lines with the
-    same input, in any order. There are no tokens, and verl leaves its curves to trackers.
+    A line has input, output, gts (the right answer; missing in old files), score, step, and any other values that the
+    reward function returned (`acc` is the strict score). Lines are balanced over the workers, so a group consists of
+    all lines with the same input, in any order. There are no tokens, and verl writes its metrics to trackers only.
     """
 
     title = "verl"
     part = "{}"
-    needed = ("input", "output", "score")
-    known: ClassVar = {*needed, "gts", "step", "acc", "request_id", "uid"}
+    required = ("input", "output", "score")
+    known: ClassVar = {*required, "gts", "step", "acc", "request_id", "uid"}
 
     def files(self, folder: Path) -> dict[int, Path]:
         return numbered_files(folder, r"(\d{1,12})\.jsonl")
@@ -163,36 +168,36 @@ class Verl:
                     first = finite_json(file.readline(10_000_000))
             except (OSError, ValueError):
                 return False
-            return isinstance(first, dict) and all(key in first for key in self.needed)
+            return isinstance(first, dict) and all(key in first for key in self.required)
         return False
 
     def rows(self, path: Path, names: tuple[str, ...] | None = None) -> list[Row]:
-        """The rows of a file; a torn last line is left out, any other that is not JSON is refused."""
+        """Read the rows of a file. An incomplete last line is skipped; other invalid lines raise ConfigError."""
         groups: dict[str, int] = {}
         sizes: Counter[int] = Counter()
         rows = []
-        data = read_regular(path, MOST_ROLLOUTS)
-        whole = data[: data.rfind(b"\n") + 1].split(b"\n")
-        for number, text in enumerate((line for line in whole if line.strip()), 1):
+        data = read_regular(path, MAX_ROLLOUT_BYTES)
+        complete_lines = data[: data.rfind(b"\n") + 1].split(b"\n")
+        for number, text in enumerate((line for line in complete_lines if line.strip()), 1):
             try:
                 line = finite_json(text)
             except ValueError:
                 raise ConfigError(f"{path.name}, line {number}, is not JSON") from None
-            if not isinstance(line, dict) or not all(key in line for key in self.needed):
+            if not isinstance(line, dict) or not all(key in line for key in self.required):
                 raise ConfigError(
-                    f"{path.name}, line {number}, has no {', '.join(self.needed)}: these are not verl's rollouts"
+                    f"{path.name}, line {number}, has no {', '.join(self.required)}: these are not verl's rollouts"
                 )
             prompt, score = _text(line["input"]), line["score"]
             group = groups.setdefault(str(line.get("uid") or prompt), len(groups))
-            right = isinstance(score, int | float) and math.isfinite(score)
+            valid = isinstance(score, int | float) and math.isfinite(score)
             row = {
                 "step": line.get("step"),
                 "group": group,
                 "sample": sizes[group],
                 "prompt_text": prompt,
                 "response_text": _text(line["output"]),
-                "reward": score if right else None,
-                "valid": right,
+                "reward": score if valid else None,
+                "valid": valid,
             }
             sizes[group] += 1
             if isinstance(line.get("acc"), int | float) and line["acc"] in (0, 1):  # also true and false
@@ -201,7 +206,7 @@ class Verl:
                 row["answer"] = _text(line["gts"])
             extra = {k: v for k, v in line.items() if k not in self.known and v is not None}
             row["parts"] = {k: float(v) for k, v in extra.items() if isinstance(v, int | float)}
-            row["said"] = {k: _text(v)[:500] for k, v in extra.items() if not isinstance(v, int | float)}
+            row["extra"] = {k: _text(v)[:500] for k, v in extra.items() if not isinstance(v, int | float)}
             rows.append(row)
         return sorted(rows, key=lambda row: (row["group"], row["sample"]))
 
@@ -215,12 +220,12 @@ READERS: dict[str, Reader] = {"trl": Trl(), "verl": Verl()}
 
 
 def foreign_kind(folder: Path) -> str | None:
-    """The library that wrote a folder: `trl`, `verl`, or None."""
+    """Return the library that wrote a folder: `trl`, `verl`, or None."""
     return next((name for name, reader in READERS.items() if reader.is_run(folder)), None)
 
 
-def reader_of(folder: Path) -> tuple[Reader, dict[int, Path]]:
-    """What reads a folder, and the file of completions of each step."""
+def find_reader(folder: Path) -> tuple[Reader, dict[int, Path]]:
+    """Return the reader of a folder and its completion files by step."""
     kind = foreign_kind(folder)
     if kind is None:
         raise ConfigError(f"{folder.name}: there are no completions of TRL or verl here")
@@ -228,26 +233,26 @@ def reader_of(folder: Path) -> tuple[Reader, dict[int, Path]]:
 
 
 def foreign_rows(folder: Path, step: int) -> list[Row]:
-    """The completions of a step, as rows like those of our own runs; what is unknown is left out."""
-    reader, files = reader_of(folder)
+    """Read the completions of a step as rows like those of Ascent's runs, without unknown values."""
+    reader, files = find_reader(folder)
     if step not in files:
         raise ConfigError(f"step {step}: there are no completions of that step")
-    return _read(reader, files[step], _reward_names(reader, folder))
+    return _read_rows(reader, files[step], _reward_names(reader, folder))
 
 
-def _logged(reader: Reader, folder: Path) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """What the library itself logged, by step, from the newest log; and what could not be read."""
+def _read_logs(reader: Reader, folder: Path) -> tuple[dict[int, dict[str, Any]], list[str]]:
+    """Return the metrics that the library logged, by step, from the newest log, and the errors of reading it."""
     problems: list[str] = []
     for path in reader.logs(folder):
         try:
-            return _logs(path, partial(_history, path)), problems
+            return _logs_cache(path, partial(_log_by_step, path)), problems
         except READ_ERRORS as error:
             problems.append(f"{path.relative_to(folder)} cannot be read: {error_line(error)[:160]}")
     return {}, problems
 
 
-def _history(path: Path) -> dict[int, dict[str, Any]]:
-    """The log by step. TRL counts tokens from the start; our num_tokens counts those of a step."""
+def _log_by_step(path: Path) -> dict[int, dict[str, Any]]:
+    """Read a log by step. TRL counts tokens from the start of the run; Ascent's num_tokens counts those of a step."""
     ours = {"step_time": "time/step", "num_tokens": "num_tokens/seen"}
     history: dict[int, dict[str, Any]] = {}
     for entry in parse_json(read_regular(path))["log_history"]:
@@ -257,45 +262,48 @@ def _history(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def _reward_names(reader: Reader, folder: Path) -> tuple[str, ...] | None:
-    """The names of the reward functions in the log; None: there is none yet, so every column of numbers may be one."""
-    known = {key for values in _logged(reader, folder)[0].values() for key in values if key.startswith("rewards/")}
+    """Return the names of the reward functions in the log; None without a log: any numeric column may be one."""
+    known = {key for values in _read_logs(reader, folder)[0].values() for key in values if key.startswith("rewards/")}
     return tuple(sorted(key[8:-5] for key in known if key.endswith("/mean"))) or None
 
 
-def _read(reader: Reader, path: Path, names: tuple[str, ...] | None) -> list[Row]:
+def _read_rows(reader: Reader, path: Path, names: tuple[str, ...] | None) -> list[Row]:
     with naming_file(path):
-        return _rows(path, lambda: reader.rows(path, names), names, weight=len)
+        return _rows_cache(path, lambda: reader.rows(path, names), names, weight=len)
 
 
 def foreign_lines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """A line of metrics for each step, and what could not be read. What the trainer logged wins over the rows."""
-    reader, files = reader_of(folder)
+    """Return a line of metrics per step, and errors of reading. Logged metrics override those computed from rows."""
+    reader, files = find_reader(folder)
     names = _reward_names(reader, folder)
-    summed: dict[int, dict[str, Any]] = {}
+    computed: dict[int, dict[str, Any]] = {}
     problems: list[str] = []
     for step, path in files.items():
         try:
             with naming_file(path):
-                summed[step] = dict(_lines(path, partial(_summary, reader, path, step, names), names))
+                computed[step] = dict(_lines_cache(path, partial(_step_metrics, reader, path, step, names), names))
         except ConfigError as error:
             problems.append(str(error))
-    logged, unread = _logged(reader, folder)
+    logged, unread = _read_logs(reader, folder)
     problems += unread
-    rewards = [(summed[s].get("reward"), logged[s].get("reward")) for s in summed if s in logged]
-    if any(a is not None and b is not None and abs(a - b) > APART * max(1.0, abs(b)) for a, b in rewards):
+    rewards = [(computed[s].get("reward"), logged[s].get("reward")) for s in computed if s in logged]
+    if any(
+        a is not None and b is not None and abs(a - b) > WEIGHTED_REWARD_TOLERANCE * max(1.0, abs(b))
+        for a, b in rewards
+    ):
         problems.append("the reward functions were weighted: a completion's reward is shown as their plain sum")
-    steps = sorted({*summed, *logged})
-    return [mark_nonfinite(summed.get(step, {}) | {"step": step} | logged.get(step, {})) for step in steps], problems
+    steps = sorted({*computed, *logged})
+    return [mark_nonfinite(computed.get(step, {}) | {"step": step} | logged.get(step, {})) for step in steps], problems
 
 
 def foreign_files(folder: Path) -> list[Path]:
-    """All files that are read."""
-    reader, files = reader_of(folder)
+    """Return all files of a run that are read."""
+    reader, files = find_reader(folder)
     return [*files.values(), *reader.logs(folder)]
 
 
 def fingerprint(folder: Path) -> bytes:
-    """Changes whenever one of the files does: their names, sizes and times."""
+    """Return a hash of the names, sizes and modification times of the files, which changes with any of them."""
     digest = hashlib.blake2b(digest_size=16)
     for path in foreign_files(folder):
         try:
@@ -307,25 +315,25 @@ def fingerprint(folder: Path) -> bytes:
 
 
 def foreign_events(folder: Path) -> list[dict[str, Any]]:
-    """The alerts that our own trainer would have raised; computed again when a file has changed."""
-    return _alerts(folder, lambda: _raised_alerts(folder), fingerprint(folder))
+    """Return the alerts that Ascent would have raised, computed again whenever a file has changed."""
+    return _alerts_cache(folder, lambda: _raised_alerts(folder), fingerprint(folder))
 
 
 def _raised_alerts(folder: Path) -> list[dict[str, Any]]:
-    reader, files = reader_of(folder)
+    reader, files = find_reader(folder)
     names = _reward_names(reader, folder)
 
     def rows_of(step: int) -> list[Row]:
         with suppress(ConfigError):
-            return _read(reader, files[step], names)
+            return _read_rows(reader, files[step], names)
         return []
 
     return alert_events(foreign_lines(folder)[0], list(files), rows_of)
 
 
-def _summary(reader: Reader, path: Path, step: int, names: tuple[str, ...] | None) -> dict[str, Any]:
-    """The metrics of a batch that follow from its completions alone."""
-    rows = _read(reader, path, names)
+def _step_metrics(reader: Reader, path: Path, step: int, names: tuple[str, ...] | None) -> dict[str, Any]:
+    """Compute the metrics of a step from its completions."""
+    rows = _read_rows(reader, path, names)
     failed = [row for row in rows if not row["valid"] or not math.isfinite(row["reward"] or 0.0)]
     scored = [
         row for row in rows if row["valid"] and math.isfinite(math.nan if row["reward"] is None else row["reward"])
@@ -338,11 +346,11 @@ def _summary(reader: Reader, path: Path, step: int, names: tuple[str, ...] | Non
     if rewards:
         line["reward"] = statistics.fmean(rewards)
         line["reward_std"] = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
-        line["frac_reward_zero_std"] = _share(groups, lambda g: len({row["reward"] for row in g}) == 1)
+        line["frac_reward_zero_std"] = _fraction(groups, lambda g: len({row["reward"] for row in g}) == 1)
     if scored and all("correct" in row for row in scored):
         line["accuracy"] = statistics.fmean(row["correct"] for row in scored)
-        line["frac_all_right"] = _share(groups, lambda g: all(row["correct"] for row in g))
-        line["frac_all_wrong"] = _share(groups, lambda g: not any(row["correct"] for row in g))
+        line["frac_all_right"] = _fraction(groups, lambda g: all(row["correct"] for row in g))
+        line["frac_all_wrong"] = _fraction(groups, lambda g: not any(row["correct"] for row in g))
     if rows:
         line["completions/mean_characters"] = statistics.fmean(len(row["response_text"]) for row in rows)
     for name in dict.fromkeys(name for row in rows for name in row.get("parts", {})):
@@ -352,5 +360,5 @@ def _summary(reader: Reader, path: Path, step: int, names: tuple[str, ...] | Non
     return line
 
 
-def _share(groups: dict[int, list[Row]], holds: Callable[[list[Row]], bool]) -> float:
+def _fraction(groups: dict[int, list[Row]], holds: Callable[[list[Row]], bool]) -> float:
     return statistics.fmean(holds(group) for group in groups.values())

@@ -201,14 +201,14 @@ def takes_memory(stage: Path, file: str) -> Callable[[Path], str | None]:
 
 
 def any_size() -> None:
-    parquet_reader.Parquet.refuse_large = lambda *_: None  # type: ignore[method-assign]
+    parquet_reader.ParquetReader.check_expanded_size = lambda *_: None  # type: ignore[method-assign]
 
 
 def believe_the_footer() -> None:
     def pages(_: Any, chunk: Any) -> Any:
-        yield parquet_reader.ParquetPage(chunk.total_uncompressed_size, chunk.num_values, 0)
+        yield parquet_reader.PageHeader(chunk.total_uncompressed_size, chunk.num_values, 0)
 
-    parquet_reader.Parquet._pages = pages  # type: ignore[method-assign]
+    parquet_reader.ParquetReader._page_headers = pages  # type: ignore[method-assign]
 
 
 def attacks(stage: Path) -> list[Attack]:

@@ -454,4 +454,4 @@ def test_rows_without_their_place_are_refused(tmp_path: Path, name: str) -> None
     folder = write_run(tmp_path / "runs" / "a", {0: [row(0, 0, 1.0, "x"), row(0, 1, 0.0, "y") | {name: None}]})
     with TestClient(server.application(folder.parent)) as client:
         answer = client.get("/api/view/completions?id=a&step=0")
-    assert f"step_000000.parquet has rows without a {name}: it is not one of ours" in answer.text
+    assert f"step_000000.parquet has rows without a {name}: Ascent did not write it" in answer.text

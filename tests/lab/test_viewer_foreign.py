@@ -61,7 +61,7 @@ def trained(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_what_trl_wrote(trained: Path) -> None:
     """Its own log and its own files are the two sides."""
     assert foreign_runs.foreign_kind(trained) == "trl"
-    assert list(foreign_runs.reader_of(trained)[1]) == recorded.recorded_steps(trained, "trl") == [1, 2, 3]
+    assert list(foreign_runs.find_reader(trained)[1]) == recorded.recorded_steps(trained, "trl") == [1, 2, 3]
     lines, problems = foreign_runs.foreign_lines(trained)
     assert problems == [] and [line["step"] for line in lines] == [1, 2, 3]
     history = json.loads((trained / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
@@ -77,7 +77,7 @@ def test_what_trl_wrote(trained: Path) -> None:
             vowel, brief = vowels([r["response_text"]])[0], short([r["response_text"]])[0]
             assert r["parts"]["vowels"] == vowel and set(r["parts"]) == {"vowels", "short"}
             assert math.isnan(r["parts"]["short"]) if brief is None else r["parts"]["short"] == pytest.approx(brief)
-            assert r["said"] == {"first": r["response_text"][:1]}, "what a reward function logged is no reward"
+            assert r["extra"] == {"first": r["response_text"][:1]}, "what a reward function logged is no reward"
         ours = ("reward", "frac_reward_zero_std", "completions/mean_length", "entropy", "clip_ratio/low_mean", "loss")
         assert {k: line[k] for k in ours} == {k: logged[k] for k in ours}
         assert line["time/step"] == logged["step_time"] and "num_tokens" not in line
@@ -233,14 +233,14 @@ def test_verl(tmp_path: Path) -> None:
         ],
     )
     write_verl(tmp_path, 10, [answer("2 + 2?", "4", 1.0)])
-    assert foreign_runs.foreign_kind(tmp_path) == "verl" and list(foreign_runs.reader_of(tmp_path)[1]) == [7, 10]
+    assert foreign_runs.foreign_kind(tmp_path) == "verl" and list(foreign_runs.find_reader(tmp_path)[1]) == [7, 10]
     rows = foreign_runs.foreign_rows(tmp_path, 7)
     assert [(r["group"], r["sample"], r["response_text"]) for r in rows] == [
         (0, 0, "4 é\u2028"),
         *((0, 1, "5"), (1, 0, "5"), (1, 1, "6")),
     ]
     assert rows[0]["correct"] is True and rows[1]["correct"] is False and rows[0]["answer"] == "4"
-    assert rows[0]["parts"] == {"format": 0.5} and rows[0]["said"] == {"pred": "4"}
+    assert rows[0]["parts"] == {"format": 0.5} and rows[0]["extra"] == {"pred": "4"}
     assert rows[3]["valid"] is False and rows[3]["reward"] is None
     first, last = foreign_runs.foreign_lines(tmp_path)[0]
     assert (first["reward"], first["accuracy"], first["reward_errors"]) == (

@@ -30,7 +30,7 @@ from ascent.runs.confidence_intervals import compare_over_seeds
 from ascent.runs.display.plots import PAIRS, POLICY_PANELS, PROCESS_REWARD_PANELS, REWARD_MODEL_PANELS, panels_for
 from ascent.runs.journal import Journal
 from ascent.runs.metric_columns import MetricColumns, nonfinite_values
-from ascent.runs.parquet_reader import open_parquet, thrift_struct
+from ascent.runs.parquet_reader import open_parquet, parse_thrift_struct
 from ascent.runs.replica_log import replica_events, replicas_of
 from ascent.runs.rollout_files import summary_rows
 from ascent.runs.run_folder import RunFolder
@@ -304,7 +304,7 @@ def test_a_run_without_what_is_asked_for(run: Path, monkeypatch: pytest.MonkeyPa
 def test_a_header_in_thrifts_compact_protocol(data: str, fields: dict[int, Any]) -> None:
     """A field is a byte with the step to its number and its type; numbers are zigzag varints."""
     whole = bytes.fromhex(data)
-    assert thrift_struct(whole + b"rest") == (fields, len(whole))
+    assert parse_thrift_struct(whole + b"rest") == (fields, len(whole))
 
 
 @pytest.mark.parametrize(
@@ -316,11 +316,11 @@ def test_a_header_in_thrifts_compact_protocol(data: str, fields: dict[int, Any])
 )
 def test_a_header_that_is_none(data: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        thrift_struct(bytes.fromhex(data))
+        parse_thrift_struct(bytes.fromhex(data))
 
 
 def test_the_deepest_header_is_read() -> None:
-    assert thrift_struct(bytes.fromhex("1c" * 8 + "00" * 9))[1] == 17
+    assert parse_thrift_struct(bytes.fromhex("1c" * 8 + "00" * 9))[1] == 17
 
 
 FIXED = pa.array([b"x" * 100, b"y" * 100] * 500, pa.binary(100))
@@ -342,11 +342,11 @@ def test_a_file_that_would_grow_in_memory_is_refused(
 ) -> None:
     """Bytes: 8 for each row and number, 100 for each of fixed length, and every text as often as it is there."""
     pq.write_table(pa.table({"a": array}), tmp_path / "a.parquet", compression="zstd")
-    monkeypatch.setattr(parquet_reader, "EXPANSION", 1)
-    monkeypatch.setattr(parquet_reader, "LEAST_BOUND", large)
+    monkeypatch.setattr(parquet_reader, "MAX_EXPANSION", 1)
+    monkeypatch.setattr(parquet_reader, "MIN_SIZE_LIMIT", large)
     with open_parquet(tmp_path / "a.parquet") as file:
         assert file.read(["a"]).num_rows == len(array)
-    monkeypatch.setattr(parquet_reader, "LEAST_BOUND", small)
+    monkeypatch.setattr(parquet_reader, "MIN_SIZE_LIMIT", small)
     why = r"a\.parquet would take more than 0 MiB of memory"
     with pytest.raises(ConfigError, match=why), open_parquet(tmp_path / "a.parquet") as file:
         file.read(["a"])

@@ -38,7 +38,7 @@ NONE = {
     "`--record-rollouts none`",
 }
 PLAIN = {"step", "group", "sample", "prompt_text", "response_text", "reward", "valid", "correct", "truncated"}
-PLAIN |= {"length", "advantage", "status", "reason", "parts", "said", "answer"}
+PLAIN |= {"length", "advantage", "status", "reason", "parts", "extra", "answer"}
 """Columns that are not components of the reward."""
 
 
@@ -152,7 +152,7 @@ def _response(row: Row, parts: list[str]) -> Row:
         "status": status,
         "reason": row.get("reason") or None,
         "parts": {name: json_number(row.get("parts", {}).get(name, row.get(name))) for name in parts},
-        **({"said": row["said"]} if row.get("said") else {}),
+        **({"extra": row["extra"]} if row.get("extra") else {}),
     }
 
 

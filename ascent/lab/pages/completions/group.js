@@ -64,7 +64,7 @@ class Response extends Component {
         <p class="c-reward"><b>${r.status === "failed" ? "–" : num(r.reward)}</b> <span>reward</span> <${Marks} r=${r} />${times > 1 && html` <button type="button" class="c-times" aria-expanded=${String(open)} aria-label=${`${times} identical responses, ${open ? "fold them" : "show each"}`} title=${open ? "Fold them" : "The same text and reward: show each"} onClick=${onOpen}>× ${times}</button>`}</p>
         <p class="c-small">${!held && html`<span>sample ${r.sample}</span>`}${r.length != null && html`<span>${count(r.length, "token")}</span>`}${r.advantage != null && html`<span title="advantage, mean over its tokens">advantage ${signed(r.advantage)}</span>`}</p>
         ${parts.length > 0 && html`<dl class="c-parts">${parts.map(([name, value]) => html`<div key=${name}><dt>${name.replace(/^rewards\//, "")}</dt><dd>${num(value)}</dd></div>`)}</dl>`}
-        ${r.said && html`<dl class="c-parts">${Object.entries(r.said).map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`}
+        ${r.extra && html`<dl class="c-parts">${Object.entries(r.extra).map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`}
         ${r.reason && html`<p class="c-reason">${r.reason}</p>`}
       </div>
       <div class="c-body">${this.body(props, state)}
