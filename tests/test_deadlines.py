@@ -19,7 +19,7 @@ from ascent.workflows import ray_cluster
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_state, "LOCK_SECONDS", 0.1)
-    monkeypatch.setattr(ray_cluster, "PLACED", 0.1)
+    monkeypatch.setattr(ray_cluster, "PLACEMENT_TIMEOUT", 0.1)
 
 
 def test_a_lab_whose_secret_is_locked_starts_with_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,11 +59,15 @@ class SilentRay:
 
 
 def silent_actor() -> Any:
-    return SimpleNamespace(**{name: SimpleNamespace(remote=lambda *_: None) for name in ("place", "poll", "interrupt")})
+    return SimpleNamespace(
+        **{name: SimpleNamespace(remote=lambda *_: None) for name in ("master_address", "poll", "interrupt")}
+    )
 
 
 def test_learners_of_a_cluster_that_do_not_answer_end_the_run() -> None:
-    run: Any = SimpleNamespace(ray=SilentRay(), ranks=[silent_actor()], asked=[], drawing=[], heard=False)
+    run: Any = SimpleNamespace(
+        ray=SilentRay(), ranks=[silent_actor()], pending_signals=[], samplers=[], was_interrupted=False
+    )
     with pytest.raises(RunError, match="a learner did not restart"):
-        ray_cluster.Launch._ready(run)
-    assert ray_cluster.Launch._hear(run, run.ranks[0]) == 1
+        ray_cluster.ClusterLaunch._wait_for_learners(run)
+    assert ray_cluster.ClusterLaunch._poll_learner(run, run.ranks[0]) == 1

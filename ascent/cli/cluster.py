@@ -82,7 +82,7 @@ class ClusterCommand(Command):
 
         verb, *rest = self.other_args
         if verb in ("train", "resume"):
-            return ray_cluster.Launch(
+            return ray_cluster.ClusterLaunch(
                 self.other_args, self.learners, self.samplers, self.gpus, self.restarts, forward_output
             )(self.address)
         if verb == "add":

@@ -27,7 +27,7 @@ from ascent.rewards.reward_manager import RewardManager
 from ascent.rollout.conversation_task import make_environment_source
 from ascent.rollout.conversations import POLL_SECONDS, EnvironmentPool, problem_seed
 from ascent.runs.display.terminal import printable, wrapped
-from ascent.runs.recorded_conversation import ENVIRONMENT, POLICY, TOOL, colour_wanted, format_tool_calls, message_lines
+from ascent.runs.recorded_conversation import ENVIRONMENT, POLICY, TOOL, format_tool_calls, message_lines, use_color
 from ascent.settings import find_task
 from ascent.tasks.environment import Environment, Step
 from ascent.tasks.text.text_task import Problem
@@ -64,7 +64,7 @@ class PlayCommand(PolicyCommand):
 
     def execute(self) -> None:
         seed = secrets.randbelow(2**31) if self.seed is None else self.seed
-        terminal, of_run = Terminal(colour_wanted()), self.model is None and Path(self.source).is_dir()
+        terminal, of_run = Terminal(use_color()), self.model is None and Path(self.source).is_dir()
         if self.json:
             raise ConfigError("--json: `ascent play` is interactive. `ascent sample --json` prints conversations")
         if self.as_ == "policy":
@@ -92,15 +92,15 @@ class EndOfInputError(KeyboardInterrupt):
 class Terminal:
     """The terminal at which a person plays. Lines from a pipe are echoed."""
 
-    def __init__(self, colour: bool):
-        self.colour, self.policy_turns = colour, 0
+    def __init__(self, color: bool):
+        self.color, self.policy_turns = color, 0
         self.is_interactive = sys.stdin is not None and sys.stdin.isatty()
         if self.is_interactive:
             import readline  # noqa: F401 (lines can be edited)
 
     def show_turn(self, who: str, text: str) -> None:
         self.policy_turns += who == POLICY
-        print("\n".join(message_lines(who, text, self.colour)), flush=True)
+        print("\n".join(message_lines(who, text, self.color)), flush=True)
 
     def note(self, text: str) -> None:
         print("  " + wrapped(printable(text), 2), flush=True)

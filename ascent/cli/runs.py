@@ -14,7 +14,7 @@ from ascent.core.errors import ConfigError
 from ascent.core.menu import name_of, nearest
 from ascent.runs.display.terminal import cell_text, printable, table, width, wrapped
 from ascent.runs.metrics import short_name
-from ascent.runs.recorded_conversation import colour_wanted, conversation, conversation_lines, ending
+from ascent.runs.recorded_conversation import conversation, conversation_lines, ending, use_color
 from ascent.runs.rollout_files import rollout_path
 from ascent.runs.run_list import was_oom_killed
 from ascent.runs.run_reader import read_settings
@@ -52,7 +52,7 @@ class ShowCommand(Command):
         if self.step is not None:
             rows = run.rollouts(self.step)
             with naming_file(rollout_path(run.folder, self.step)):
-                text = json.dumps(rows) if self.json else responses(rows, colour_wanted())
+                text = json.dumps(rows) if self.json else responses(rows, use_color())
             print(text)
         elif self.json:
             config = read_json(run.folder / "config.json")
@@ -147,7 +147,7 @@ def _fit_table(columns: dict[str, list[str]]) -> list[str]:
     return _fit_table({name: cells for name, cells in columns.items() if name != optional})
 
 
-def responses(rows: list[dict[str, Any]], colour: bool = False) -> str:
+def responses(rows: list[dict[str, Any]], color: bool = False) -> str:
     """Return the responses of a step by group with log-probs, rewards and advantages; conversations turn by turn."""
     lines: list[str] = []
     for row in rows:
@@ -159,7 +159,7 @@ def responses(rows: list[dict[str, Any]], colour: bool = False) -> str:
             count = max(speech.turn for speech in messages)
             turns = f"{count} turn" if count == 1 else f"{count} turns"
             head = [f"response {row['sample']}: reward {row['reward']:g}", turns, *([mark] if mark else [])]
-            lines += ["", ", ".join(head), *conversation_lines(messages, ending(row, messages), colour)]
+            lines += ["", ", ".join(head), *conversation_lines(messages, ending(row, messages), color)]
             continue
         logp = " ".join(f"{x:7.3f}" for x in row["logp_old"])
         values = row["advantage"]
@@ -290,7 +290,7 @@ class EvalCommand(PolicyCommand):
         evaluation = evaluate_policy(loaded, self.prompts, self.samples, self.seed, show=True)
         if self.out is not None:
             evaluation.write(self.out)
-        print(json.dumps(evaluation.to_dict()) if self.json else evaluation.text(colour_wanted()))
+        print(json.dumps(evaluation.to_dict()) if self.json else evaluation.text(use_color()))
         if self.out is not None and not self.json:
             print(f"Responses: {self.out}")
 
@@ -347,7 +347,7 @@ class SampleCommand(PolicyCommand):
         else:
             rows = answer_prompts(loaded, prompts, self.count or 1, self.greedy, self.plain, self.seed)
         piece = loaded.unscored_task().token_text if self.logp else None
-        print(json.dumps(rows) if self.json else responses_text(rows, piece, colour_wanted()))
+        print(json.dumps(rows) if self.json else responses_text(rows, piece, use_color()))
 
 
 def _from_stdin() -> list[str]:

@@ -74,9 +74,9 @@ def to_json_and_tensors(value: Prompts | Rollouts, prefix: str, tensors: dict[st
 
 def from_json_and_tensors(plain: JsonDict, prefix: str, tensors: dict[str, Tensor]) -> JsonDict:
     """Undo `to_json_and_tensors`: a list of lists becomes an array of strings, any other list a tuple."""
-    own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    own_tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     lists = {name: value for name, value in plain.items() if isinstance(value, list)}
     arrays = {
         name: np.array(value, dtype=object) for name, value in lists.items() if value and isinstance(value[0], list)
     }
-    return plain | {name: tuple(value) for name, value in lists.items()} | arrays | own
+    return plain | {name: tuple(value) for name, value in lists.items()} | arrays | own_tensors

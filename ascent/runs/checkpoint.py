@@ -51,7 +51,7 @@ def save(
 
 
 def write_atomically(
-    final: Path, groups: Groups, state: dict[str, Any], about: dict[str, Any], parts: ShardedWrite | None = None
+    final: Path, groups: Groups, state: dict[str, Any], info: dict[str, Any], parts: ShardedWrite | None = None
 ) -> None:
     """Atomically write a folder with groups of tensors, a state.json and a manifest with checksums.
 
@@ -63,15 +63,15 @@ def write_atomically(
     for group, tensors in groups.items():
         try:
             save_file({k: v.contiguous() for k, v in tensors.items()}, aside / f"{group}.safetensors")
-        except SafetensorError as error:  # it wraps the errors of the disk
+        except SafetensorError as error:  # safetensors wraps OSError
             code = int((re.search(r"(?:code: |os error )(\d+)", str(error)) or [0, errno.EIO])[1])
             raise OSError(code, os.strerror(code)) from None
     (aside / "state.json").write_text(json.dumps(state))
-    sums = {path.name: _checksum(path) for path in sorted(aside.iterdir())}
+    checksums = {path.name: _checksum(path) for path in sorted(aside.iterdir())}
     if parts is not None:
-        sums |= parts.write()
-        about = about | {"narrow": parts.narrow}
-    (aside / "manifest.json").write_text(json.dumps(about | {"sha256": sums}))
+        checksums |= parts.write()
+        info = info | {"narrow": parts.narrow}
+    (aside / "manifest.json").write_text(json.dumps(info | {"sha256": checksums}))
     for path in [*aside.iterdir(), aside]:
         flush(path)
     if final.exists():
@@ -82,18 +82,18 @@ def write_atomically(
 
 def read_verified(path: Path) -> tuple[Groups, dict[str, Any]]:
     """Read what `write_atomically` has written after verifying all checksums."""
-    about = _verify(path)
+    manifest = _verify(path)
     groups = {p.stem: load_file(p) for p in path.glob("*.safetensors") if not p.match(SHARD_FILES)}
-    if "narrow" in about:
-        groups |= read_parts(path, about["narrow"])
+    if "narrow" in manifest:
+        groups |= read_parts(path, manifest["narrow"])
     return groups, parse_json(read_regular(path / "state.json"))
 
 
 def remove_atomically(path: Path) -> None:
     """Remove a checkpoint; it is renamed first, so that a kill never leaves an incomplete one under its name."""
-    gone = path.with_name(f".dropping-{path.name}")
-    os.replace(path, gone)
-    shutil.rmtree(gone)
+    removed = path.with_name(f".dropping-{path.name}")
+    os.replace(path, removed)
+    shutil.rmtree(removed)
 
 
 def keep_initial_params(source: Path, folder: Path) -> None:
@@ -151,8 +151,8 @@ def load_checkpoint(path: Path) -> tuple[Groups, dict[str, Any]]:
     except READ_ERRORS as error:
         older = [step_of(p) for p in complete_checkpoints(path.parent) if step_of(p) < step_of(path)]
         run = path.parent.parent
-        back = f"To go back: ascent resume {run} --from {older[-1]}" if older else "There is no older one for --from"
-        raise ConfigError(f"{path} is corrupt: {error}. {back}") from None
+        hint = f"To go back: ascent resume {run} --from {older[-1]}" if older else "There is no older one for --from"
+        raise ConfigError(f"{path} is corrupt: {error}. {hint}") from None
 
 
 def params(path: Path) -> dict[str, Tensor]:
@@ -164,22 +164,22 @@ def params(path: Path) -> dict[str, Tensor]:
         if file.exists():
             _verify(path, file.name)
             return load_file(file)
-        about = _verify(path, *(part.name for part in path.glob(SHARD_FILES)))
-        return read_parts(path, about["narrow"], ("params", "wide"))["params"]
+        manifest = _verify(path, *(part.name for part in path.glob(SHARD_FILES)))
+        return read_parts(path, manifest["narrow"], ("params", "wide"))["params"]
     except READ_ERRORS as error:
         raise ConfigError(f"{path}: its parameters cannot be read: {error}") from None
 
 
 def _verify(path: Path, *files: str) -> dict[str, Any]:
     """Verify the checksums of files of a checkpoint (default: all) and return its manifest."""
-    about = parse_json(read_regular(path / "manifest.json"))
-    checksums = about["sha256"]
+    manifest = parse_json(read_regular(path / "manifest.json"))
+    checksums = manifest["sha256"]
     for file in files or checksums:
         if Path(file).name != file:
             raise ValueError(f"the manifest names {file}, which is not a file of the checkpoint")
         if _checksum(path / file) != checksums[file]:
             raise ValueError(f"{file} does not match its checksum")
-    return about
+    return manifest
 
 
 def _checksum(path: Path) -> str:

@@ -23,7 +23,7 @@ POLICY, ENVIRONMENT, TOOL = ROLES = ("policy", "environment", "tool")
 MIN_SHOWN_WAIT = 0.01
 """Minimum seconds of waiting to show."""
 _NOTE = re.compile(r"(?:^|; )turn (\d{1,9}): ")
-_COLOURS = {POLICY: "", ENVIRONMENT: "36", TOOL: "35"}
+_ROLE_COLORS = {POLICY: "", ENVIRONMENT: "36", TOOL: "35"}
 _DIM = "2"
 
 
@@ -120,23 +120,23 @@ def ending(row: Mapping[str, Any], messages: Sequence[ConversationMessage]) -> s
 # ---- in a terminal ----------------------------------------------------------------------------------------------
 
 
-def colour_wanted() -> bool:
+def use_color() -> bool:
     """Return whether the terminal shows colors; NO_COLOR disables them (no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def colorize(text: str, code: str, colour: bool) -> str:
-    return f"\x1b[{code}m{text}\x1b[0m" if colour and code and text else text
+def colorize(text: str, code: str, color: bool) -> str:
+    return f"\x1b[{code}m{text}\x1b[0m" if color and code and text else text
 
 
-def message_lines(role: str, text: str, colour: bool) -> list[str]:
+def message_lines(role: str, text: str, color: bool) -> list[str]:
     """Format a message as printable lines, with the speaker's name before the first line."""
     text_width = max(20, min(width(), 120) - 15)
     lines = [part for line in printable(text).strip().split("\n") for part in textwrap.wrap(line, text_width) or [""]]
     lines = lines if any(lines) else ["(no words)"]
     names = [f"  {role:<11}  ", *[" " * 15] * (len(lines) - 1)]
     return [
-        colorize((name + line).rstrip(), _COLOURS.get(role, ""), colour)
+        colorize((name + line).rstrip(), _ROLE_COLORS.get(role, ""), color)
         for name, line in zip(names, lines, strict=True)
     ]
 
@@ -168,11 +168,11 @@ def describe_message(message: ConversationMessage) -> str:
     return ", ".join(parts)
 
 
-def conversation_lines(messages: Sequence[ConversationMessage], ended: str, colour: bool) -> list[str]:
+def conversation_lines(messages: Sequence[ConversationMessage], ended: str, color: bool) -> list[str]:
     """Format a conversation for a terminal: every turn with its reward, and why it ended."""
     lines: list[str] = []
     for message in messages:
-        texts, numbers = message_lines(message.role, message.text, colour), f"· {describe_message(message)}"
+        texts, numbers = message_lines(message.role, message.text, color), f"· {describe_message(message)}"
         if message.role != POLICY:
             numbers = ""
         elif (
@@ -181,7 +181,7 @@ def conversation_lines(messages: Sequence[ConversationMessage], ended: str, colo
             texts[0] += "  "
         else:
             texts.append(" " * 15)
-        lines += [*texts[:-1], texts[-1] + colorize(numbers, _DIM, colour)]
+        lines += [*texts[:-1], texts[-1] + colorize(numbers, _DIM, color)]
     waited = math.fsum(message.seconds or 0.0 for message in messages)
     waiting_text = f"; {waited:.2g} s of waiting" if waited >= MIN_SHOWN_WAIT else ""
-    return [*lines, colorize(f"  ended: {printable(' '.join(ended.split()))}{waiting_text}", _DIM, colour)]
+    return [*lines, colorize(f"  ended: {printable(' '.join(ended.split()))}{waiting_text}", _DIM, color)]

@@ -65,7 +65,7 @@ _SOURCES = {"code": "humaneval", "dataset": r"[\w-][\w.-]*/[\w.-]+", "textarena"
 """The same patterns for `source`, by task. (Some data sets of reasoning-gym evaluate responses as Python.)"""
 
 
-def trusted_uses(folder: Path, settings: Mapping[str, Any], reread: bool = False) -> dict[str, Path | None]:
+def uses_beyond_plain_data(folder: Path, settings: Mapping[str, Any], reread: bool = False) -> dict[str, Path | None]:
     """Return descriptions of everything that the settings use beyond plain data, each with its code file.
 
     The description contains the hash of the file. `reread`: read files again that were read before.
@@ -120,7 +120,7 @@ def _hash(path: Path) -> str:
 
 def code_hashes(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the SHA-256 of every code file that the settings name, for run.json."""
-    return {str(path): _hash(path) for path in trusted_uses(Path(), settings).values() if path is not None}
+    return {str(path): _hash(path) for path in uses_beyond_plain_data(Path(), settings).values() if path is not None}
 
 
 # ---- what is trusted ------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def _digest(settings: Mapping[str, Any], used: Iterable[str]) -> str:
 
 def record_run(folder: Path, settings: Mapping[str, Any]) -> str:
     """Record that the user has made or trusts a run with these settings; return why that failed, or an empty string."""
-    used = trusted_uses(folder, settings)
+    used = uses_beyond_plain_data(folder, settings)
     TRUSTED.add(digest := _digest(settings, used))
     try:
         if used:
@@ -149,7 +149,7 @@ def check_trust(folder: Path, settings: Mapping[str, Any], recorded: Any = None,
     The code files are read again, and the contents that were hashed are those that run. `recorded`: the hashes in
     run.json.
     """
-    used = trusted_uses(folder, settings, reread=True)
+    used = uses_beyond_plain_data(folder, settings, reread=True)
     digest = _digest(settings, used)
     TRUSTED.update(os.environ.get(TRUST_VARIABLE, "").replace(",", " ").split(), [digest] if trusted else [])
     if not used or digest in TRUSTED or _is_recorded(digest):

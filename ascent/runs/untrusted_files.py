@@ -46,8 +46,8 @@ def open_regular(path: Path, within: Path | None = None) -> BufferedReader:
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.ENXIO):
                 raise
-            what = "a link, and links are not followed" if error.errno == errno.ELOOP else "not a regular file"
-            raise OSError(f"{part} is {what}") from None
+            kind = "a link, and links are not followed" if error.errno == errno.ELOOP else "not a regular file"
+            raise OSError(f"{part} is {kind}") from None
         finally:
             os.close(above)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -56,12 +56,12 @@ def open_regular(path: Path, within: Path | None = None) -> BufferedReader:
     return os.fdopen(handle, "rb")
 
 
-def read_regular(path: Path, most: int = MAX_JSON_BYTES) -> bytes:
+def read_regular(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
     """Read a regular file of bounded size."""
     with open_regular(path) as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise OSError(f"{path.name} has more than {most >> 20} MiB")
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(f"{path.name} has more than {max_bytes >> 20} MiB")
     return data
 
 
@@ -73,7 +73,7 @@ def naming_file(path: Path) -> Iterator[None]:
     except ConfigError:
         raise
     except FileNotFoundError:
-        raise ConfigError(f"{path.name} is gone: it was removed, or the run was set back") from None
+        raise ConfigError(f"{path.name} is gone: it was removed, or the run was resumed from an earlier step") from None
     except READ_ERRORS as error:
         raise ConfigError(f"{path.name} cannot be read: {error_line(error)[:160]}") from None
 
@@ -88,8 +88,8 @@ def parse_json(data: bytes, **hooks: Any) -> Any:
         return value
     level = [value]
     for _ in range(MAX_NESTING):
-        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-        level = [one for values in inner for one in values]
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [item for values in inner for item in values]
     if level:
         raise ValueError("it is nested too deeply")
     return value
@@ -120,12 +120,12 @@ def read_json(path: Path) -> Any:
 def read_object(path: Path) -> tuple[dict[str, Any], str]:
     """Read a JSON object; if it cannot be read, return an empty one and the error."""
     try:
-        held = finite_json(read_regular(path))
+        value = finite_json(read_regular(path))
     except FileNotFoundError:
         return {}, f"{path.name} is missing"
     except (OSError, ValueError) as error:
         return {}, f"{path.name} cannot be read: {error}"
-    return (held, "") if isinstance(held, dict) else ({}, f"{path.name} is not a JSON object")
+    return (value, "") if isinstance(value, dict) else ({}, f"{path.name} is not a JSON object")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -199,28 +199,28 @@ def modified_at(path: Path) -> float | None:
 class FileCache:
     """A least-recently-used cache of values read from files; an entry is invalid once its file changes (size, time)."""
 
-    def __init__(self, most: int):
-        self.most, self.held = most, 0
+    def __init__(self, max_weight: int):
+        self.max_weight, self.total_weight = max_weight, 0
         self.entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self.lock = threading.Lock()
 
     def __call__(
-        self, path: Path, make: Callable[[], Any], *which: Hashable, weight: Callable[[Any], int] = lambda _: 1
+        self, path: Path, make: Callable[[], Any], *key_parts: Hashable, weight: Callable[[Any], int] = lambda _: 1
     ) -> Any:
         about = path.lstat()
-        key = (str(path), about.st_size, about.st_mtime_ns, *which)
+        key = (str(path), about.st_size, about.st_mtime_ns, *key_parts)
         with self.lock:
             if key in self.entries:
                 self.entries.move_to_end(key)
                 return self.entries[key][0]
-        made = make()
-        heavy = weight(made)
-        if heavy > self.most:
-            return made
+        value = make()
+        entry_weight = weight(value)
+        if entry_weight > self.max_weight:
+            return value
         with self.lock:
             if key not in self.entries:
-                self.entries[key] = (made, heavy)
-                self.held += heavy
-            while self.held > self.most:
-                self.held -= self.entries.popitem(last=False)[1][1]
-        return made
+                self.entries[key] = (value, entry_weight)
+                self.total_weight += entry_weight
+            while self.total_weight > self.max_weight:
+                self.total_weight -= self.entries.popitem(last=False)[1][1]
+        return value

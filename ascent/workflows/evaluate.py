@@ -58,7 +58,7 @@ class Evaluation:
         statistics |= {"mean_turns": sum(map(len, conversations)) / count, "mean_waited": waited / count}
         return statistics | ({"calls": dict(calls)} if calls else {})
 
-    def text(self, colour: bool = False) -> str:
+    def text(self, color: bool = False) -> str:
         """Format the evaluation for a terminal."""
         about, statistics = self.about, self.length_statistics()
         origin = about["model"] if about["run"] is None else f"{about['run']}, step {about['step']}"
@@ -86,7 +86,7 @@ class Evaluation:
                 f"{self.errors[0]}"
             )
         head = f"{origin}: {about['task']}, {about['prompts']} held-out prompts{sampling}"
-        first = ["", "The first response:", *response_lines(self.rows[0], colour)] if "mean_turns" in statistics else []
+        first = ["", "The first response:", *response_lines(self.rows[0], color)] if "mean_turns" in statistics else []
         return "\n".join([head, "", *table(["", *measures], lines), "", *map(wrapped, notes), *first])
 
     def write(self, path: str | Path) -> Path:

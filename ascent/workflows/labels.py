@@ -6,8 +6,7 @@ ascent label-steps   responses in steps; a step's label is the mean reward of k 
 
 A step's label is an unbiased estimate of V, the value of that prefix under the policy (Wang et al. 2024,
 Math-Shepherd); the label of the last step is the reward of the response. A judge's answers and the labels of steps are
-written to disk immediately, so the same command continues after an interruption. FILE appears at the
-end.
+written to disk immediately, so the same command continues after an interruption. The output file appears at the end.
 """
 
 import hashlib
@@ -47,13 +46,13 @@ MAX_PROMPTS_PER_PAIR = 20
 """Maximum number of prompts per requested pair before too few pairs are an error."""
 
 
-def refuse_turns(prompts: Prompts) -> None:
+def check_single_turn(prompts: Prompts) -> None:
     """Raise ConfigError for multi-turn tasks: the files have no place for observations."""
     if prompts.start_episodes is not None:
         raise ConfigError("pairs and step labels need single-turn responses, but this task has several turns")
 
 
-def refuse_existing(out: Path) -> None:
+def check_new_file(out: Path) -> None:
     """Raise ConfigError for a file that exists or whose folder does not exist."""
     if out.exists() or not out.parent.is_dir():
         why = "already there, and nothing is overwritten" if out.exists() else f"there is no folder {out.parent}"
@@ -85,7 +84,7 @@ def make_pairs(
     """
     out = Path(out)
     check_counts(count=count)
-    refuse_existing(out)
+    check_new_file(out)
     loaded = run_policy(run, step)
     if reward is not None:
         rewards = loaded.backend.reward_setting((reward,) if isinstance(reward, str) else reward)
@@ -111,7 +110,7 @@ def _pairs(loaded: LoadedPolicy, task: BoundTask, count: int, seed: int, label: 
     engine, batch_prompts = None, min(PAIR_BATCH_PROMPTS, 2 * count)
     for _ in range(-(-MAX_PROMPTS_PER_PAIR * count // batch_prompts)):
         prompts = task.draw(batch_prompts, generator)
-        refuse_turns(prompts)
+        check_single_turn(prompts)
         if engine is None or loaded.backend.uses_text:  # an engine is sized for its prompts
             engine = loaded.sampler(prompts, int(torch.randint(2**31, (1,), generator=generator)))
         rollouts = engine.generate(prompts, 2)
@@ -154,9 +153,9 @@ class LabeledPairs:
     words: str
 
     def text(self) -> str:
-        more = [f"{self.ties} ties"] + [f"{self.failed} failed"] * bool(self.failed)
-        more += [f"{self.equal} with two equal responses, not judged"] * bool(self.equal)
-        return f"{self.pairs} pairs in {self.file} ({', '.join(more)}); {self.words}"
+        others = [f"{self.ties} ties"] + [f"{self.failed} failed"] * bool(self.failed)
+        others += [f"{self.equal} with two equal responses, not judged"] * bool(self.equal)
+        return f"{self.pairs} pairs in {self.file} ({', '.join(others)}); {self.words}"
 
 
 def label_pairs(
@@ -173,7 +172,7 @@ def label_pairs(
 ) -> LabeledPairs:
     """Label the candidates of a file or of a run's policy and write them to `out`; reuse the judge's cached answers."""
     source, out = Path(source), Path(out)
-    refuse_existing(out)
+    check_new_file(out)
     judge = replace(judge.validated(), cache=judge.cache or str(sibling_file(out, "answers")))
     if (source / "run.json").exists():
         check_counts(prompts=prompts)
@@ -193,7 +192,7 @@ def label_pairs(
         raise KeyboardInterrupt(
             f"{cached}; run the same command again to continue ({out} is not written yet)"
         ) from None
-    won, tied, failed = _sorted(different, verdicts, judge.model)
+    won, tied, failed = _split_by_verdict(different, verdicts, judge.model)
     for kind, rows in (("ties", tied if ties == "keep" else []), ("failed", failed)):
         sibling_file(out, kind).unlink(missing_ok=True)
         if rows:
@@ -210,7 +209,7 @@ def label_pairs(
     return LabeledPairs(len(won), len(tied), len(failed), len(candidates) - len(different), out, client.usage.summary())
 
 
-def _sorted(
+def _split_by_verdict(
     candidates: Sequence[Pair], verdicts: Sequence[Preference | JudgeError], model: str
 ) -> tuple[list[Row], list[Row], list[Row]]:
     """Split pairs into those with a winner, ties, and failures with the judge's raw answer."""
@@ -230,7 +229,7 @@ def _sorted(
 
 def read_candidates(path: Path) -> list[Pair]:
     """Read rows with a prompt and `responses`, all pairs of which are compared, or pairs, which are labeled again."""
-    every: list[Pair] = []
+    pairs: list[Pair] = []
     for where, row in read_jsonl(path):
         responses = row.get("responses", [row[name] for name in ("chosen", "rejected") if name in row])
         if "prompt" not in row or not isinstance(responses, list) or len(responses) < 2:
@@ -240,12 +239,12 @@ def read_candidates(path: Path) -> list[Pair]:
             )
         for response in responses:
             if not isinstance(response, str):
-                raise ConfigError(f"{where}: a response is words, and one is {response!r:.80}")
+                raise ConfigError(f"{where}: a response must be text, not {response!r:.80}")
         answer = row.get("answer")
         answer = answer if answer is None or isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
         prompt = read_prompt(row["prompt"], f"{where}, column prompt")
-        every += [(prompt, one, other, answer) for one, other in itertools.combinations(responses, 2)]
-    return every
+        pairs += [(prompt, first, second, answer) for first, second in itertools.combinations(responses, 2)]
+    return pairs
 
 
 def sample_candidates(loaded: LoadedPolicy, prompts: int, samples: int, seed: int) -> list[Row]:
@@ -255,7 +254,7 @@ def sample_candidates(loaded: LoadedPolicy, prompts: int, samples: int, seed: in
     rows = []
     with closing(loaded.task()) as task:
         drawn = task.draw(prompts, torch.Generator().manual_seed(seed + 5_000_011))
-        refuse_turns(drawn)
+        check_single_turn(drawn)
         rollouts = loaded.sampler(drawn, seed).generate(drawn, samples)
         for i, (group, masks) in enumerate(zip(rollouts.response, rollouts.mask, strict=True)):
             question = task.readable_prompt(rollouts, i)
@@ -281,14 +280,14 @@ def label_steps(
 ) -> Path:
     """Write responses of a run's policy to training prompts, split into labeled steps."""
     run, out = Path(run), Path(out)
-    refuse_existing(out)
+    check_new_file(out)
     check_counts(prompts=prompts, samples=samples, rollouts=rollouts)
     loaded = run_policy(run)
-    kept = sibling_file(out, "partial", str(run.resolve()), loaded.step, prompts, samples, rollouts, seed, separator)
-    with closing(loaded.task()) as task, progress(prompts, "prompts", show) as advance, open(kept, "ab") as file:
+    partial = sibling_file(out, "partial", str(run.resolve()), loaded.step, prompts, samples, rollouts, seed, separator)
+    with closing(loaded.task()) as task, progress(prompts, "prompts", show) as advance, open(partial, "ab") as file:
         drawn = task.draw(prompts, torch.Generator().manual_seed(seed + 6_000_011))
-        done = len(read_lines(kept))  # one line for every chunk of prompts
-        file.truncate(kept.read_bytes().rfind(b"\n") + 1)  # drop an incomplete line
+        done = len(read_lines(partial))  # one line for every chunk of prompts
+        file.truncate(partial.read_bytes().rfind(b"\n") + 1)  # drop an incomplete line
         advance(min(done * PROMPTS_PER_CHUNK, prompts))
         for chunk in range(done, -(-prompts // PROMPTS_PER_CHUNK)):
             part = drawn[chunk * PROMPTS_PER_CHUNK : (chunk + 1) * PROMPTS_PER_CHUNK]
@@ -297,11 +296,11 @@ def label_steps(
             file.flush()
             os.fsync(file.fileno())
             advance(len(part))
-    rows = [row for chunk in read_lines(kept) for row in chunk["rows"]]
+    rows = [row for chunk in read_lines(partial) for row in chunk["rows"]]
     if not rows:
         raise RunError(f"of {prompts * samples} responses none could be labeled: they were empty, or the reward failed")
     write_jsonl(out, rows)
-    kept.unlink()
+    partial.unlink()
     return out
 
 
@@ -312,10 +311,11 @@ class StepLabeler:
         self, loaded: LoadedPolicy, task: BoundTask, prompts: Prompts, rollouts: int, separator: str, seed: int
     ):
         self.loaded, self.task, self.prompts, self.count, self.separator = loaded, task, prompts, rollouts, separator
-        refuse_turns(prompts)
+        check_single_turn(prompts)
         self.sampler = loaded.sampler(prompts, seed)
 
     def rows(self, samples: int) -> list[Row]:
+        """Sample responses to every prompt and return those whose steps could all be labeled."""
         drawn = self.sampler.generate(self.prompts, samples)
         batch, errors = score_rollouts(self.task, drawn)
         if errors and not bool(batch.valid.any()):
@@ -335,21 +335,21 @@ class StepLabeler:
                 rows.append(row | {"rollouts": self.count})
                 prefixes += [ids[: end + 1] for end in ends[:-1]]
                 places += [i] * (len(ends) - 1)
-        values = iter(self.values(places, prefixes))
+        values = iter(self.prefix_values(places, prefixes))
         for row in rows:
             row["labels"] = [*itertools.islice(values, len(row["steps"]) - 1), *row["labels"]]
         return [row for row in rows if None not in row["labels"]]
 
-    def values(self, places: list[int], prefixes: list[list[int]]) -> list[float | None]:
+    def prefix_values(self, places: list[int], prefixes: list[list[int]]) -> list[float | None]:
         """Return the mean reward of continuations of each prefix; None if all rewards failed."""
         if not prefixes:
             return []
-        batch, _ = score_rollouts(self.task, self.continued(self.prompts[torch.tensor(places)], prefixes))
+        batch, _ = score_rollouts(self.task, self.continue_prefixes(self.prompts[torch.tensor(places)], prefixes))
         count = batch.valid.sum(1)
         mean = torch.where(batch.valid, batch.reward.sum(-1), 0.0).sum(1) / count.clamp(min=1)
         return [value if some else None for value, some in zip(mean.tolist(), (count > 0).tolist(), strict=True)]
 
-    def continued(self, prompts: Prompts, prefixes: list[list[int]]) -> Rollouts:
+    def continue_prefixes(self, prompts: Prompts, prefixes: list[list[int]]) -> Rollouts:
         """Return `count` continuations of every prefix as complete responses, up to the end token."""
         loaded, ends = self.loaded, self.task.stop_token_ids
         groups = loaded.backend.continue_responses(

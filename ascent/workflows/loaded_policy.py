@@ -264,7 +264,7 @@ def answer_held_out(loaded: LoadedPolicy, count: int, greedy: bool, seed: int) -
         return scored_rows(task, loaded.sampler(prompts, seed).generate(prompts, 1, greedy))[0]
 
 
-def responses_text(rows: list[Row], piece: Callable[[int], str] | None = None, colour: bool = False) -> str:
+def responses_text(rows: list[Row], piece: Callable[[int], str] | None = None, color: bool = False) -> str:
     """Format responses below their prompts for a terminal; with `piece`, a token decoder, also token log-probs."""
     lines: list[str] = []
     for row in rows:
@@ -274,7 +274,7 @@ def responses_text(rows: list[Row], piece: Callable[[int], str] | None = None, c
                 lines += _titled("answer", row["gold"])
         ended = "truncated" if row["truncated"] else "ended"
         head = f"{row['length']} tokens, {ended}, log-prob {sum(row['logp']):.3f}"
-        lines += ["", f"response {row['sample'] + 1}: {head}", *response_lines(row, colour)]
+        lines += ["", f"response {row['sample'] + 1}: {head}", *response_lines(row, color)]
         if "valid" in row:
             lines += ["", *_titled("score", _score(row))]
         if piece is not None:
@@ -283,11 +283,11 @@ def responses_text(rows: list[Row], piece: Callable[[int], str] | None = None, c
     return "\n".join(lines).strip()
 
 
-def response_lines(row: Row, colour: bool) -> list[str]:
+def response_lines(row: Row, color: bool) -> list[str]:
     """Return the text of a response, or its conversation."""
     if not row.get("turns"):
         return [printable(row["response"])]
-    return conversation_lines([ConversationMessage(**message) for message in row["turns"]], row["ended"], colour)
+    return conversation_lines([ConversationMessage(**message) for message in row["turns"]], row["ended"], color)
 
 
 def _titled(title: str, words: str) -> list[str]:

@@ -231,7 +231,7 @@ def test_a_person_answers_the_calls_of_a_policy(
     settings = {"tools": ("calculator",), "max_prompt": 700}
     loaded = model_policy(str(write_tiny(tmp_path / "tiny")), f"jsonl:{place / 'sums.jsonl'}", settings)
     with closing(loaded.unscored_task()) as bound:
-        environment = _person_factory(loaded.config.task, bound, True, Terminal(colour=False))()
+        environment = _person_factory(loaded.config.task, bound, True, Terminal(color=False))()
         step = environment.step('<call>calculator {"expression": "3+4"}</call>')
     assert "seven" in str(step.observation) and not step.done
     shown = capsys.readouterr().out

@@ -31,7 +31,7 @@ from ascent.rollout import ray_replicas as joining
 from ascent.rollout.replica_engine import ReplicaEngine
 from ascent.runs.display.terminal import Display
 from ascent.runs.replica_log import replica_events, replicas_of
-from ascent.workflows.ray_cluster import sampler_from
+from ascent.workflows.ray_cluster import build_replica_engines
 from tests.inference.remote.test_remote_engine import fake_environment
 
 FIVE = Prompts.of(prompts_of((5, 2, 7, 3, 4)))
@@ -198,8 +198,8 @@ def test_a_replica_with_other_weights_is_found_by_its_probe() -> None:
 
 def test_a_replica_that_has_no_weights_draws_nothing() -> None:
     with pytest.raises(ReplicaLostError, match="version -1"):
-        Replica(sampler_from).generate(1, FIVE[torch.arange(1)], 1, None, None)
-    assert Replica(sampler_from).status()["version"] == -1
+        Replica(build_replica_engines).generate(1, FIVE[torch.arange(1)], 1, None, None)
+    assert Replica(build_replica_engines).status()["version"] == -1
 
 
 def test_what_a_cluster_cannot_do_is_refused_before_anything_starts(
@@ -367,7 +367,7 @@ class Local(Calls):
         self.made: list[Replica] = []
 
     def new(self) -> Replica:
-        self.made.append(Replica(sampler_from))
+        self.made.append(Replica(build_replica_engines))
         return self.made[-1]
 
     def close(self) -> None:

@@ -47,14 +47,14 @@ def test_who_said_what_with_the_reward_and_the_seconds_of_each_turn() -> None:
 
 def test_a_terminal_shows_it_as_one_in_colours_or_without() -> None:
     messages = conversation(row_of())
-    plain = conversation_lines(messages, "over", colour=False)
+    plain = conversation_lines(messages, "over", color=False)
     assert plain == [
         "  policy       call it  · turn 1, reward 0.25, A +0.500, answered in 0.5 s, 2 calls (1 unparsed)",
         "  tool         42",
         "  policy       so 42  · turn 2, reward 1, A +0.500",
         "  ended: over; 0.5 s of waiting",
     ]
-    bright = conversation_lines(messages, "over", colour=True)
+    bright = conversation_lines(messages, "over", color=True)
     assert bright[1] == "\x1b[35m  tool         42\x1b[0m" and "\x1b[2m· turn 2" in bright[2]
     shown = responses([row_of(correct=True)])
     assert "response 0: reward 1.25, 2 turns, right" in shown and plain[1] in shown

@@ -60,7 +60,7 @@ def test_a_file_of_bounded_size(tmp_path: Path) -> None:
 def test_a_file_that_is_gone(tmp_path: Path) -> None:
     assert read_lines(tmp_path / "events.jsonl") == []
     with (
-        pytest.raises(ConfigError, match=r"^a is gone: it was removed, or the run was set back$"),
+        pytest.raises(ConfigError, match=r"^a is gone: it was removed, or the run was resumed from an earlier step$"),
         naming_file(tmp_path / "a"),
     ):
         (tmp_path / "a").read_bytes()
@@ -231,10 +231,10 @@ def test_parameters_of_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_parts_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="float12 is no type of parameters"):
+    with pytest.raises(ValueError, match="float12 is not a dtype of parameters"):
         read_parts(tmp_path, "float12")
     save_file({"params/x": torch.arange(3)}, tmp_path / "part.safetensors", {"DCP_SHARDING_INFO": "{}"})
-    with pytest.raises(ValueError, match="its parts do not make a whole: 'params/x'"):
+    with pytest.raises(ValueError, match="its shards cannot be assembled: 'params/x'"):
         read_parts(tmp_path, "float32")
 
 

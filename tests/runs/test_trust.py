@@ -235,7 +235,7 @@ def test_code_is_found_in_every_form_that_a_reward_may_have(form: str, foreign: 
     with pytest.raises(ConfigError, match=r"other\.py.*SHA-256 \w{64}"):
         _ = Run(foreign).config
     other.unlink()
-    with pytest.raises(ConfigError, match=r"other\.py, which is not there"):
+    with pytest.raises(ConfigError, match=r"other\.py, which does not exist"):
         _ = Run(foreign).config
     assert not (tmp_path / "ran").exists()
 

@@ -163,7 +163,7 @@ def test_what_cannot_be_labelled_is_refused(here: Path, capsys: pytest.CaptureFi
         ([file, "no/out.jsonl", *flags], "there is no folder"),
         ([here / "none.jsonl", "out.jsonl", *flags], "there is no file"),
         ([bad, "out.jsonl", *flags], "at least two responses"),
-        ([numbers, "out.jsonl", *flags], "a response must be text, and one is 2"),
+        ([numbers, "out.jsonl", *flags], "a response must be text, not 2"),
         (["small", "out.jsonl", *flags], "a judge needs text"),
         ([file, "out.jsonl", "--judge", "none.toml"], "there is no such file"),
     ]:

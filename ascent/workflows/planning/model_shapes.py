@@ -14,10 +14,10 @@ from ascent.models.causal_lm import MODEL_LOAD_ERRORS, backbone_of
 from ascent.models.decoder_model import UnsupportedArchitectureError, check_supported
 from ascent.models.quantization import QUANTIZATION_BLOCK
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_COUNT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config fields of mixture-of-experts models."""
 
-MOST_LAYERS = 1000
+MAX_LAYERS = 1000
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ def read_shape(model: str) -> ModelShape:
             json.loads(path.read_text())  # a shorter error than that of transformers
         config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
         config = config.get_text_config(decoder=True)
-        refuse_unmeasured(model, config)
+        check_architecture_supported(model, config)
         with torch.device("meta"):
-            made: Any = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        return shape_of(made.to(torch.bfloat16))
+            model_on_meta: Any = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return shape_of(model_on_meta.to(torch.bfloat16))
     except ConfigError:
         raise
     except (*MODEL_LOAD_ERRORS, RecursionError) as error:
@@ -108,18 +108,20 @@ def read_shape(model: str) -> ModelShape:
         raise ConfigError(f"--model {model}: its config cannot be read: {type(error).__name__}: {first}") from None
 
 
-def refuse_unmeasured(model: str, config: Any) -> None:
+def check_architecture_supported(model: str, config: Any) -> None:
     """Raise ConfigError for an architecture whose costs the model does not cover."""
-    experts = next((name for name in EXPERTS if (getattr(config, name, None) or 0) > 1), None)
+    experts = next((name for name in EXPERT_COUNT_FIELDS if (getattr(config, name, None) or 0) > 1), None)
     if experts is not None:
-        why = f"it is a mixture of experts ({experts} {getattr(config, experts)})"
+        reason = f"it is a mixture of experts ({experts} {getattr(config, experts)})"
     elif not getattr(config, "num_attention_heads", None):
-        why = f"{config.model_type} has no attention heads"
-    elif not 0 < config.num_hidden_layers <= MOST_LAYERS:
-        why = f"it has {config.num_hidden_layers} layers"
+        reason = f"{config.model_type} has no attention heads"
+    elif not 0 < config.num_hidden_layers <= MAX_LAYERS:
+        reason = f"it has {config.num_hidden_layers} layers"
     else:
         return
-    raise ConfigError(f"--model {model}: {why}. Such models were not measured, so `ascent plan` does not support them")
+    raise ConfigError(
+        f"--model {model}: {reason}. Such models were not measured, so `ascent plan` does not support them"
+    )
 
 
 def shape_of(model: Any) -> ModelShape:
@@ -130,9 +132,9 @@ def shape_of(model: Any) -> ModelShape:
     matrices = [m.weight for m in backbone.modules() if m.__class__.__name__ in ("Linear", "Conv1D")]
     try:
         check_supported(model)
-        unlike = None
+        eager_reason = None
     except UnsupportedArchitectureError as error:
-        unlike = str(error)
+        eager_reason = str(error)
     return ModelShape(
         kind=config.model_type,
         num_layers=config.num_hidden_layers,
@@ -148,7 +150,7 @@ def shape_of(model: Any) -> ModelShape:
         num_parameters=sum(p.numel() for p in model.parameters()),
         lora_dims=sum(sum(weight.shape) for weight in matrices),
         max_positions=getattr(config, "max_position_embeddings", None),
-        eager_reason=unlike,
+        eager_reason=eager_reason,
         quantizable=sum(w.numel() for w in matrices if w.shape[-1] % QUANTIZATION_BLOCK == 0),
         has_qk_norm=any(hasattr(module, "q_norm") for module in backbone.modules()),
     )
