@@ -390,10 +390,10 @@ def test_what_is_kept_is_bounded_and_forgets_the_oldest(tmp_path: Path) -> None:
 
     for i in (0, 1, 2, 0, 3, 0, 1):  # 1 goes when 3 comes, for 0 was used since
         look(i)
-    assert made == [0, 1, 2, 3, 1] and kept.held == 3
+    assert made == [0, 1, 2, 3, 1] and kept.total_weight == 3
     look(4, weight=10)
     look(4, weight=10)
-    assert made[-2:] == [4, 4] and kept.held == 3, "too heavy to be kept"
+    assert made[-2:] == [4, 4] and kept.total_weight == 3, "too heavy to be kept"
     paths[0].write_text("longer")
     look(0)
     assert made[-1] == 0

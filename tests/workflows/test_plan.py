@@ -60,7 +60,7 @@ def test_an_update_and_a_score_by_hand() -> None:
     kept = SMALL.activation_bytes * 17 / 1e9
     assert ONE.update_seconds(batch, 100, 1800) == pytest.approx(28 * 1800 / 1e9 + operations / 1e12 + kept)
     again = (4 / 3) * (operations - 8 * 800 * 11) / 1e12 + 8 * 800 * 11 / 1e12 + 4 / 3 * kept
-    assert ONE.update_seconds(batch, 100, 1800, again=True) == pytest.approx(28 * 1800 / 1e9 + again)
+    assert ONE.update_seconds(batch, 100, 1800, checkpointing=True) == pytest.approx(28 * 1800 / 1e9 + again)
     forward = (operations - 8 * 800 * 11) / 3e12 + 2 * 800 * 11 / 1e12 + kept / 3
     assert ONE.score_seconds(batch, 100) == pytest.approx(forward)
     launches = GpuCostModel(
@@ -216,8 +216,8 @@ def test_thousands_of_gpus_and_fewer_prompts_than_gpus_are_planned_and_said() ->
 def test_shares_are_whole_prompts_and_no_gpu_has_less_than_its_largest() -> None:
     planner = Planner(config(), SMALL, Cluster(GPUS["h200"], 8, 1, 1e9), ResponseLengths(10, 100.0, 1.0, 400))
     sums = sorted(10 + sum(own) for own in planner.batch_lengths)
-    assert planner.slowest(8).tokens == sums[-1] and planner.slowest(1).tokens == sum(sums)
-    assert sum(sums) / 2 <= planner.slowest(2).tokens <= sum(sums) / 2 + sums[-1]
+    assert planner.largest_share(8).tokens == sums[-1] and planner.largest_share(1).tokens == sum(sums)
+    assert sum(sums) / 2 <= planner.largest_share(2).tokens <= sum(sums) / 2 + sums[-1]
 
 
 def test_policy_gpu_memory_caps_the_memory_of_a_gpu() -> None:

@@ -18,8 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ascent.core.config import Config
-from ascent.inference.runners.cuda_graph import GRAPH_BATCH_SIZES, MAX_PREFILL_PROMPTS
-from ascent.inference.runners.cuda_graph import KV_CACHE_MEMORY_FRACTION as CACHES
+from ascent.inference.runners.cuda_graph import GRAPH_BATCH_SIZES, KV_CACHE_MEMORY_FRACTION, MAX_PREFILL_PROMPTS
 from ascent.models.lm_head import CHUNK_BYTES
 from ascent.models.quantization import BYTES_PER_PARAMETER
 from ascent.training.captured_updates import MAX_CAPTURE_FRACTION
@@ -27,9 +26,9 @@ from ascent.training.micro_batches import ACTIVATION_FRACTION, COMPACT_BYTES_PER
 from ascent.workflows.planning.gpus import FITTED, FittedConstants, Gpu
 from ascent.workflows.planning.model_shapes import ModelShape
 
-MOMENTS = {STATE_BYTES_PER_PARAM: 28, COMPACT_BYTES_PER_PARAM: 20}
+ADAM_BYTES_MOVED = {STATE_BYTES_PER_PARAM: 28, COMPACT_BYTES_PER_PARAM: 20}
 """Bytes that Adam moves per trained parameter, by the bytes of its state."""
-PADDED = 1.125
+PADDED_ROW_FACTOR = 1.125
 """Approximate length of a captured update's packed row, relative to its tokens."""
 
 
@@ -79,12 +78,12 @@ class GpuCostModel:
     def decode_seconds(self, rows: int, live: float) -> float:
         """Return the seconds of a decode step of `rows` sequences with `live` cached tokens in total."""
         shape, gpu, weights = self.shape, self.gpu, self.shape.block_parameters + self.shape.head_parameters
-        filled = next((bucket for bucket in GRAPH_BATCH_SIZES if bucket >= rows), rows)
-        products = max(2 * weights / gpu.bandwidth, 2 * weights * filled / gpu.rate)
+        graph_rows = next((bucket for bucket in GRAPH_BATCH_SIZES if bucket >= rows), rows)
+        matmuls = max(2 * weights / gpu.bandwidth, 2 * weights * graph_rows / gpu.rate)
         caches = live * shape.kv_bytes / gpu.bandwidth
         return (
             self.fit.layer_seconds * shape.num_layers
-            + self.fit.matmul_factor * products
+            + self.fit.matmul_factor * matmuls
             + self.fit.kv_read_factor * caches
             + self.dequantize_seconds
         )
@@ -97,59 +96,71 @@ class GpuCostModel:
     def update_seconds(
         self,
         batch: TokenCounts,
-        room: float,
+        micro_tokens: float,
         trained: int,
-        again: bool = False,
-        per: int = STATE_BYTES_PER_PARAM,
-        alone: bool = True,
+        checkpointing: bool = False,
+        bytes_per_param: int = STATE_BYTES_PER_PARAM,
+        single_rank: bool = True,
     ) -> float:
-        """Return the seconds of an update with micro-batches of at most `room` tokens.
+        """Return the seconds of an update with micro-batches of at most `micro_tokens` tokens.
 
-        `again`: gradient checkpointing; `per`: bytes per trained parameter; `alone`: there is one rank.
+        `checkpointing`: gradient checkpointing; `bytes_per_param`: bytes per trained parameter.
         """
-        micro = max(1, -(-batch.tokens // max(1, room)))
-        work = self._work_seconds(batch, again)
+        num_micro_batches = max(1, -(-batch.tokens // max(1, micro_tokens)))
+        work = self._work_seconds(batch, checkpointing)
         launched = 0.0
-        if again or not alone or per != STATE_BYTES_PER_PARAM or not self._is_captured(batch, micro, trained):
-            launched = self.fit.launch_seconds * self.shape.num_layers * micro * (4 / 3 if again else 1)
+        if (
+            checkpointing
+            or not single_rank
+            or bytes_per_param != STATE_BYTES_PER_PARAM
+            or not self._is_captured(batch, num_micro_batches, trained)
+        ):
+            launched = (
+                self.fit.launch_seconds * self.shape.num_layers * num_micro_batches * (4 / 3 if checkpointing else 1)
+            )
         passes = max(launched, work)
-        passes += 2 * micro * self.dequantize_seconds  # forward and back
-        return self.fit.update_seconds + MOMENTS[per] * trained / self.gpu.bandwidth + passes
+        passes += 2 * num_micro_batches * self.dequantize_seconds  # forward and back
+        return self.fit.update_seconds + ADAM_BYTES_MOVED[bytes_per_param] * trained / self.gpu.bandwidth + passes
 
-    def _is_captured(self, batch: TokenCounts, micro: float, trained: int) -> bool:
+    def _is_captured(self, batch: TokenCounts, num_micro_batches: float, trained: int) -> bool:
         """Whether the update is captured as CUDA graphs, so that the host launches little."""
-        graph_bytes = PADDED * batch.tokens * self.activation_bytes + 4 * trained
-        return micro == 1 and graph_bytes < MAX_CAPTURE_FRACTION * self.gpu.memory
+        graph_bytes = PADDED_ROW_FACTOR * batch.tokens * self.activation_bytes + 4 * trained
+        return num_micro_batches == 1 and graph_bytes < MAX_CAPTURE_FRACTION * self.gpu.memory
 
-    def score_seconds(self, batch: TokenCounts, room: float) -> float:
+    def score_seconds(self, batch: TokenCounts, micro_tokens: float) -> float:
         """Return the seconds to compute the log-probs of a batch (forward passes)."""
-        micro = max(1, -(-batch.tokens // max(1, room)))
+        num_micro_batches = max(1, -(-batch.tokens // max(1, micro_tokens)))
         return max(
-            self.fit.launch_seconds / 3 * self.shape.num_layers * micro, self._work_seconds(batch, False, third=True)
+            self.fit.launch_seconds / 3 * self.shape.num_layers * num_micro_batches,
+            self._work_seconds(batch, False, forward_only=True),
         )
 
-    def _work_seconds(self, batch: TokenCounts, again: bool, third: bool = False) -> float:
-        """Return GPU seconds of a forward and a backward pass; `again`: the forward pass is repeated."""
+    def _work_seconds(self, batch: TokenCounts, checkpointing: bool, forward_only: bool = False) -> float:
+        """Return GPU seconds of a forward and a backward pass. Checkpointing repeats the forward pass."""
         shape, fit = self.shape, self.fit
         blocks, head = 6.0 * shape.block_parameters * batch.tokens, 8.0 * shape.head_parameters * batch.loss
         pairs = 12 * shape.num_layers * shape.num_heads * shape.head_dim * batch.pairs
-        kept = fit.activation_passes * self.activation_bytes * batch.tokens / self.gpu.bandwidth
-        if third:
-            blocks, head, pairs, kept = blocks / 3, head / 4, pairs / 3, kept / 3
-        layers = (fit.update_matmul_factor * blocks + fit.update_attention_factor * pairs) / self.gpu.rate + kept
-        return layers * (4 / 3 if again else 1) + fit.update_matmul_factor * head / self.gpu.rate
+        activations = fit.activation_passes * self.activation_bytes * batch.tokens / self.gpu.bandwidth
+        if forward_only:
+            blocks, head, pairs, activations = blocks / 3, head / 4, pairs / 3, activations / 3
+        layers = (fit.update_matmul_factor * blocks + fit.update_attention_factor * pairs) / self.gpu.rate + activations
+        return layers * (4 / 3 if checkpointing else 1) + fit.update_matmul_factor * head / self.gpu.rate
 
     # ---- bytes
 
     def state_bytes(
-        self, trained: int, reference: bool, critic: int, ranks: int = 1, per: int = STATE_BYTES_PER_PARAM
+        self, trained: int, reference: bool, critic: int, ranks: int = 1, bytes_per_param: int = STATE_BYTES_PER_PARAM
     ) -> dict[str, int]:
         """Return the bytes that do not depend on the batch, by part; `critic`: bytes of a critic.
 
-        `ranks`: over how many ranks the state is sharded; `per`: bytes per trained parameter.
+        `ranks`: over how many ranks the state is sharded; `bytes_per_param`: bytes per trained parameter.
         """
-        name = "float32 copy, gradients, Adam" if per == STATE_BYTES_PER_PARAM else "gradients and Adam in bfloat16"
-        parts = {"parameters": self.parameter_bytes, name: (per - 2) * trained // ranks}
+        name = (
+            "float32 copy, gradients, Adam"
+            if bytes_per_param == STATE_BYTES_PER_PARAM
+            else "gradients and Adam in bfloat16"
+        )
+        parts = {"parameters": self.parameter_bytes, name: (bytes_per_param - 2) * trained // ranks}
         if reference:
             parts["reference"] = (4 if ranks > 1 else 2) * trained // ranks
         if critic:
@@ -171,7 +182,7 @@ class GpuCostModel:
 
     def max_cached_tokens(self, state: int) -> float:
         """Return the maximum number of tokens in the KV cache."""
-        return CACHES * max(0, self.gpu.memory - state) / self.shape.kv_bytes
+        return KV_CACHE_MEMORY_FRACTION * max(0, self.gpu.memory - state) / self.shape.kv_bytes
 
 
 @dataclass(frozen=True)

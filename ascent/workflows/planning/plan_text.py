@@ -55,8 +55,8 @@ def memory_line(plan: Forecast) -> str:
         return f"{text}. It does not fit: take {plan.needed} GPUs or more (sharded), or {smaller}"
     if plan.needed and not plan.shard and plan.cluster.size > 1:
         return f"{text}. It does not fit: set --ranks.shard shard"
-    more = "" if policy.bits else f", or {smaller}"
-    return f"{text}. It does not fit: take a smaller model, a GPU with more memory{more}"
+    alternative = "" if policy.bits else f", or {smaller}"
+    return f"{text}. It does not fit: take a smaller model, a GPU with more memory{alternative}"
 
 
 def phases(placement: Placement) -> str:

@@ -141,7 +141,7 @@ class Planner:
         self.batch_lengths = lengths.draw((config.seed,), config.prompts, config.samples)
         """Lengths of the responses of one step."""
         self.longest = max(map(max, self.batch_lengths))
-        self._slowest: dict[int, TokenCounts] = {}
+        self._largest_shares: dict[int, TokenCounts] = {}
 
     def _critic(self) -> int:
         """Return the bytes of the critic: a head, or a backbone that trains the same parameters as the policy."""
@@ -156,43 +156,46 @@ class Planner:
         return int(frozen) + STATE_BYTES_PER_PARAM * self.trained
 
     def _shards(self) -> bool:
-        wanted, size = self.config.ranks.shard, self.cluster.size
-        if size == 1 or wanted == "replicate":
-            if wanted == "shard":
+        requested, size = self.config.ranks.shard, self.cluster.size
+        if size == 1 or requested == "replicate":
+            if requested == "shard":
                 raise ConfigError("--ranks.shard shard needs several GPUs: set --gpus, or leave it out")
             return False
-        if wanted == "shard":
+        if requested == "shard":
             return True
         state = STATE_BYTES_PER_PARAM * self.trained + 2 * (self.shape.num_parameters - self.trained)
         return state > ACTIVATION_FRACTION * self.cluster.gpu.memory and sharding_obstacle(self.config) is None
 
     def _bytes(self) -> int:
-        policy, able = self.config.policy, isinstance(self.config.algorithm.update, Adam) and self.cluster.size == 1
-        if policy.optimizer_state == "bfloat16" and not able:
+        policy, can_be_compact = (
+            self.config.policy,
+            isinstance(self.config.algorithm.update, Adam) and self.cluster.size == 1,
+        )
+        if policy.optimizer_state == "bfloat16" and not can_be_compact:
             raise ConfigError("--policy.optimizer-state bfloat16 needs one GPU and Adam: leave it out")
-        if policy.optimizer_state != "auto" or policy.lora or not able:
+        if policy.optimizer_state != "auto" or policy.lora or not can_be_compact:
             return COMPACT_BYTES_PER_PARAM if policy.optimizer_state == "bfloat16" else STATE_BYTES_PER_PARAM
-        wide = self.cost.state_bytes(self.trained, self.config.algorithm.reference.enabled, self.critic)
+        float32_state = self.cost.state_bytes(self.trained, self.config.algorithm.reference.enabled, self.critic)
         return (
             COMPACT_BYTES_PER_PARAM
-            if sum(wide.values()) > COMPACT_THRESHOLD * self.cluster.gpu.memory
+            if sum(float32_state.values()) > COMPACT_THRESHOLD * self.cluster.gpu.memory
             else STATE_BYTES_PER_PARAM
         )
 
     # ---- memory
 
     def state(self, learners: int) -> dict[str, int]:
-        kept = self.config.algorithm.reference.enabled
+        has_reference = self.config.algorithm.reference.enabled
         return self.cost.state_bytes(
-            self.trained, kept, self.critic, learners if self.shard else 1, self.bytes_per_param
+            self.trained, has_reference, self.critic, learners if self.shard else 1, self.bytes_per_param
         )
 
     def needed(self) -> int:
         """Return the smallest number of GPUs on which the training state fits; 0: it fits on no number."""
         for count in range(1, 4097):
-            per = self.bytes_per_param if count == 1 else STATE_BYTES_PER_PARAM
+            bytes_per_param = self.bytes_per_param if count == 1 else STATE_BYTES_PER_PARAM
             parts = self.cost.state_bytes(
-                self.trained, self.config.algorithm.reference.enabled, self.critic, count, per
+                self.trained, self.config.algorithm.reference.enabled, self.critic, count, bytes_per_param
             )
             if sum(parts.values()) < MAX_MEMORY_FRACTION**2 * self.cluster.gpu.memory:
                 return count
@@ -206,8 +209,8 @@ class Planner:
         state, checkpointing = sum(parts.values()), self.config.policy.checkpointing
         room = self.cost.micro_batch_tokens(state, checkpointing)
         room = min(room, self.config.micro_batch) if self.config.micro_batch else room
-        slowest = self.slowest(learners)
-        micro = slowest.tokens / max(1, math.ceil(slowest.tokens / room))
+        largest = self.largest_share(learners)
+        micro = largest.tokens / max(1, math.ceil(largest.tokens / room))
         rows = -(-self.config.prompts // learners) * self.config.samples
         live = min(rows, self.config.policy.rows or DEFAULT_MAX_NUM_SEQS["cuda"]) * (self.longest + self.lengths.prompt)
         parts["activations"] = int(micro * self.cost.bytes_per_token(checkpointing))
@@ -217,30 +220,32 @@ class Planner:
 
     # ---- seconds
 
-    def slowest(self, ranks: int) -> TokenCounts:
+    def largest_share(self, ranks: int) -> TokenCounts:
         """Return the largest part of a mini-batch: groups go, longest first, to the rank with the fewest tokens."""
-        if ranks in self._slowest:
-            return self._slowest[ranks]
+        if ranks in self._largest_shares:
+            return self._largest_shares[ranks]
         groups = self.batch_lengths[: -(-len(self.batch_lengths) // self.config.minibatches)]
         loads: list[tuple[int, int]] = [(0, rank) for rank in range(min(ranks, len(groups)))]
-        own: list[list[list[int]]] = [[] for _ in loads]
+        groups_of_rank: list[list[list[int]]] = [[] for _ in loads]
         for group in sorted(groups, key=sum, reverse=True):
             load, rank = heapq.heappop(loads)
-            own[rank].append(group)
+            groups_of_rank[rank].append(group)
             heapq.heappush(loads, (load + sum(group) + self.lengths.prompt, rank))
-        self._slowest[ranks] = TokenCounts.of(self.lengths.prompt, own[max(loads)[1]])
-        return self._slowest[ranks]
+        self._largest_shares[ranks] = TokenCounts.of(self.lengths.prompt, groups_of_rank[max(loads)[1]])
+        return self._largest_shares[ranks]
 
-    def learning(self, learners: int, room: float) -> dict[str, float]:
+    def learning_phases(self, learners: int, room: float) -> dict[str, float]:
         """Return the seconds of each phase between the last response of a step and its new weights."""
-        config, one, shape, cluster = self.config, self.cost, self.shape, self.cluster
+        config, cost, shape, cluster = self.config, self.cost, self.shape, self.cluster
         responses, updates = config.prompts * config.samples, config.epochs * config.minibatches
-        slowest = self.slowest(learners)
-        micro = max(1, math.ceil(slowest.tokens / room))
-        every = TokenCounts(*(getattr(slowest, name) * config.minibatches for name in ("tokens", "loss", "pairs")))
+        largest = self.largest_share(learners)
+        micro = max(1, math.ceil(largest.tokens / room))
+        whole_batch = TokenCounts(
+            *(getattr(largest, name) * config.minibatches for name in ("tokens", "loss", "pairs"))
+        )
         data = responses * self.longest * (TOKEN_BYTES + SCORED_BYTES * (1 + forward_passes(config)))
-        update = one.update_seconds(
-            slowest, room, self.trained, config.policy.checkpointing, self.bytes_per_param, learners == 1
+        update = cost.update_seconds(
+            largest, room, self.trained, config.policy.checkpointing, self.bytes_per_param, learners == 1
         )
         critic = update if config.algorithm.critic.enabled and not config.algorithm.critic.shared else 0.0
         moved = 2 * cluster.all_gather_seconds(2 * shape.num_parameters, learners) + cluster.all_gather_seconds(
@@ -253,7 +258,7 @@ class Planner:
         return {
             "gather": responses * self.longest * TOKEN_BYTES / host if several else 0.0,
             "reward": responses * REWARD_SECONDS,
-            "score": forward_passes(config) * one.score_seconds(every, room),
+            "score": forward_passes(config) * cost.score_seconds(whole_batch, room),
             "scatter": config.epochs * data / host * math.log2(learners) if several else 0.0,
             "update": updates * (update + critic),
             "sum gradients": updates * wait,
@@ -263,31 +268,31 @@ class Planner:
     def placement(self, samplers: int, ahead: int) -> Placement:
         """Predict a step with `samplers` GPUs that only sample, and sampling up to `ahead` steps ahead."""
         config, size, together = self.config, self.cluster.size, samplers == 0
-        learners, drawing = size - samplers, samplers or size
+        learners, sampling = size - samplers, samplers or size
         room = self.memory(learners, together)[1]
-        phases = self.learning(learners, room)
+        phases = self.learning_phases(learners, room)
         state = sum(self.state(learners).values()) if together else 2 * self.shape.num_parameters
         mean = sum(map(sum, self.batch_lengths)) / (config.prompts * config.samples)
         fitting = self.cost.max_cached_tokens(state) / (mean + self.lengths.prompt / config.samples)
         rows = max(1, int(min(config.policy.rows or DEFAULT_MAX_NUM_SEQS["cuda"], fitting)))
-        count = min(drawing, MAX_SIMULATED_GPUS, config.prompts)
+        count = min(sampling, MAX_SIMULATED_GPUS, config.prompts)
         simulated_gpus = [SimulatedGpu(self.cost, rows, self.lengths.prompt) for _ in range(count)]
-        base, more = divmod(config.prompts, drawing)
+        base, remainder = divmod(config.prompts, sampling)
 
         def draw(gpu: int, step: int) -> list[list[int]]:
-            return self.lengths.draw((config.seed, gpu, step), max(1, base + (gpu < more)), config.samples)
+            return self.lengths.draw((config.seed, gpu, step), max(1, base + (gpu < remainder)), config.samples)
 
         if not together:
             phases["sync"] += 2 * self.shape.num_parameters / self.cluster.bandwidth_per_rank(size)
         sync, learn = phases["sync"], sum(phases.values()) - phases["sync"]
-        found = simulate(simulated_gpus, draw, ahead, learn, sync, together)
+        timing = simulate(simulated_gpus, draw, ahead, learn, sync, together)
         busy_learning = phases["score"] + phases["update"]
-        used = min(1.0, config.prompts / drawing) * found.busy * drawing
+        used = min(1.0, config.prompts / sampling) * timing.busy * sampling
         used += busy_learning * min(learners, config.prompts)
         tokens = mean * config.prompts * config.samples
         return Placement(
-            samplers, ahead, found.step, tokens / found.step, max(0.0, 1 - used / (size * found.step)),
-            {"sample": found.sample, **phases}, self.unsupported(samplers, ahead),
+            samplers, ahead, timing.step, tokens / timing.step, max(0.0, 1 - used / (size * timing.step)),
+            {"sample": timing.sample, **phases}, self.unsupported(samplers, ahead),
         )  # fmt: skip
 
     def unsupported(self, samplers: int, ahead: int) -> str | None:
@@ -300,13 +305,13 @@ class Planner:
     def placements(self) -> list[Placement]:
         """Predict several placements to choose from."""
         size = self.cluster.size
-        found = [self.placement(0, ahead) for ahead in sorted({0, 1, 4, self.config.ahead})]
+        placements = [self.placement(0, ahead) for ahead in sorted({0, 1, 4, self.config.ahead})]
         for samplers in sorted({max(1, size * part // 8) for part in (2, 4, 6, 7)} if size > 1 else ()):
-            if samplers < size and self.holds(size - samplers):
-                found += [self.placement(samplers, ahead) for ahead in (1, 4)]
-        return found
+            if samplers < size and self.state_fits(size - samplers):
+                placements += [self.placement(samplers, ahead) for ahead in (1, 4)]
+        return placements
 
-    def holds(self, learners: int) -> bool:
+    def state_fits(self, learners: int) -> bool:
         return sum(self.state(learners).values()) < MAX_MEMORY_FRACTION * self.cluster.gpu.memory
 
 
@@ -333,39 +338,39 @@ def forecast(config: Config, shape: ModelShape, cluster: Cluster, lengths: Respo
 
 def notes(config: Config, shape: ModelShape, cluster: Cluster) -> list[str]:
     """Return the assumptions that the cost model does not cover."""
-    gpu, found = cluster.gpu, list[str]()
+    gpu, assumptions = cluster.gpu, list[str]()
     if not gpu.measured:
-        found.append(
+        assumptions.append(
             f"{gpu.name}: published rates, scaled as on an H200, which reaches 90 % of its bandwidth and 80 % of its "
             "FLOP/s. It was not measured"
         )
     if cluster.size > 1:
-        found.append(
+        assumptions.append(
             f"several GPUs were not measured: {gpu.link / 1e9:.0f} GB/s between the GPUs of a node"
             + (f", {cluster.network / 1e9:.3g} GB/s between nodes" if cluster.nodes > 1 else "")
             + f", {HOST_BANDWIDTH / 1e9:.1f} GB/s to scatter batches and gather responses"
         )
     if shape.eager_reason is not None:
-        found.append(
+        assumptions.append(
             f"decoding without captured graphs ({shape.eager_reason}) takes 20 to 40 times as long as predicted"
         )
     elif config.policy.lora:
-        found.append(
+        assumptions.append(
             "sampling with LoRA takes 1.1 to 1.2 times as long as predicted; updates take about as long as predicted"
         )
     if config.policy.bits:
-        found.append("4-bit matrices are dequantized for every matmul: estimated from their bytes, not measured")
+        assumptions.append("4-bit matrices are dequantized for every matmul: estimated from their bytes, not measured")
     if config.policy.engine != "local":
-        found.append(f"sampling is predicted for --engine local: {config.policy.engine} was not measured")
+        assumptions.append(f"sampling is predicted for --engine local: {config.policy.engine} was not measured")
     if config.task.has_environment:
-        found.append("a conversation is counted as one response, without the time of its environment")
+        assumptions.append("a conversation is counted as one response, without the time of its environment")
     if cluster.size > MAX_SIMULATED_GPUS:
-        found.append(
+        assumptions.append(
             f"{MAX_SIMULATED_GPUS} GPUs are simulated: the slowest of them stands for the slowest of {cluster.size:,}"
         )
     if config.prompts < cluster.size:
-        found.append(
+        assumptions.append(
             f"--prompts {config.prompts} for {cluster.size:,} GPUs: the responses to a prompt are sampled and trained "
             "on one GPU, so the other GPUs have no work. Set more prompts per step"
         )
-    return found
+    return assumptions
