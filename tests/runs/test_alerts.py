@@ -127,7 +127,7 @@ FIRES: dict[str, list[tuple[dict[str, Any], float | None, dict[str, float] | Non
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("name", "case"), [(name, i) for name, cases in FIRES.items() for i in range(len(cases))])
-def test_a_alert_is_raised_where_its_evidence_is(name: str, case: int, seed: int) -> None:
+def test_alert_is_raised_for_its_evidence(name: str, case: int, seed: int) -> None:
     shapes, maximum, weights = FIRES[name][case]
     assert name.split(",")[0] in names(curve(seed=seed, **shapes), maximum, weights)
 
@@ -248,12 +248,12 @@ SILENT: dict[str, tuple[dict[str, Any], float | None, dict[str, float] | None]] 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("case", SILENT)
-def test_nothing_is_said_of_an_ordinary_run(case: str, seed: int) -> None:
+def test_ordinary_run_raises_no_alert(case: str, seed: int) -> None:
     shapes, maximum, weights = SILENT[case]
     assert names(curve(seed=seed, **shapes), maximum, weights) == set()
 
 
-def test_noise_alone_raises_nothing() -> None:
+def test_noise_raises_no_alert() -> None:
     """Thirty runs in which nothing happens, with few responses and slow waves: no alert at all."""
     for seed in range(30):
         rng = np.random.default_rng(seed)
@@ -268,7 +268,7 @@ def test_noise_alone_raises_nothing() -> None:
         assert names(lines, 1.0, {}) == set(), seed
 
 
-def test_the_evidence_of_wrong_calls_is_their_number_before_and_now() -> None:
+def test_evidence_of_unparsed_calls_is_their_count_before_and_now() -> None:
     watch = RunAlerts()
     lines = curve(**{"tools/calls": flat(2.0), "tools/unparsed": rising(0.5, 1.5)})  # type: ignore[arg-type]
     alert = next(alert for line in lines for alert in watch.see(line))
@@ -290,7 +290,7 @@ class Falls(Swaps):
         return Slippery(self.turns, self.slip, self.outcome)
 
 
-def test_environments_that_fail_are_alerted_apart_from_rewards(tmp_path: Path) -> None:
+def test_environment_and_reward_failures_raise_separate_alerts(tmp_path: Path) -> None:
     how: dict[str, Any] = {"steps": 1, "prompts": 8, "samples": 4, "max_reward_errors": 1.0, "show": False}
     (event,) = ascent.train(Falls(), out=tmp_path / "falls", **how).events
     assert event["name"] == "environment-errors" and event["evidence"]["rollouts"]["show"] == "failed"
@@ -302,7 +302,7 @@ def test_environments_that_fail_are_alerted_apart_from_rewards(tmp_path: Path) -
 # ---- what the watch remembers -----------------------------------------------------------------------
 
 
-def test_its_memory_is_bounded_and_covers_the_run() -> None:
+def test_run_alerts_cover_the_run_in_bounded_memory() -> None:
     watch = RunAlerts()
     for line in curve(3000):
         watch.see(line)
@@ -313,7 +313,7 @@ def test_its_memory_is_bounded_and_covers_the_run() -> None:
     assert sum(block.sums[0] for block in watch.blocks) == watch.blocks[-1].last + 1
 
 
-def test_after_a_resume_it_is_what_it_was() -> None:
+def test_run_alerts_are_rebuilt_from_lines_after_a_resume() -> None:
     """From the lines as they stand in the file, at any step, also in the middle of a block."""
     shapes = {"reward": rising(0.3, 1.0), "entropy": rising(1.0, 0.02, 0, 0.3), "length": rising(100, 300)}
     lines = curve(300, **shapes)
@@ -333,7 +333,7 @@ def test_after_a_resume_it_is_what_it_was() -> None:
         assert vars(again) == vars(whole)
 
 
-def test_what_was_not_measured_is_no_evidence() -> None:
+def test_unmeasured_metrics_are_no_evidence() -> None:
     for missing in KEYS:
         lines = [
             {k: v for k, v in line.items() if k != missing}
@@ -365,7 +365,7 @@ def test_evidence_is_before_and_now() -> None:
     assert "hack" not in event["text"] and f"{now:.3g}" in event["text"]
 
 
-def test_it_is_named_as_the_metrics_are_and_brings_no_torch() -> None:
+def test_alerts_use_metric_names_and_do_not_import_torch() -> None:
     assert trend_alerts.MISMATCH == MISMATCH
     code = "import sys, ascent.runs.alerts.trend_alerts; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -397,7 +397,7 @@ def said_at(key: str, values: list[Any]) -> list[int]:
         ("kl", [0.0, -1.0, None, float("nan"), float("inf"), "1e16"], []),
     ],
 )
-def test_what_is_out_of_all_proportion_is_said(key: str, values: list[Any], steps: list[int]) -> None:
+def test_out_of_scale_values_raise_an_alert(key: str, values: list[Any], steps: list[int]) -> None:
     assert said_at(key, values) == steps
 
 
@@ -436,11 +436,11 @@ def test_one_answer_for_many_prompts(given: tuple[int, float, float | None], fir
     assert bool(one_answer(3, answers(*given), str)) == fires
 
 
-def test_one_prompt_asked_often_is_no_evidence() -> None:
+def test_one_repeated_prompt_is_no_evidence() -> None:
     assert one_answer(3, [("the same", "42", False)] * 64, str) == []
 
 
-def test_an_answer_is_told_in_words_and_searched_for() -> None:
+def test_one_answer_alert_quotes_the_text_and_has_a_search() -> None:
     given = answers(16, 1.0, 0.0)
     (alert,) = one_answer(3, given, lambda _: "the answer {is}\n\n<b>42</b>")
     assert "'the answer {is} <b>42</b>' is 128 of 128 responses, to 16 of 16 prompts, 0% of them" in alert.text
@@ -482,7 +482,7 @@ def nines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
 
 @pytest.mark.long
 @pytest.mark.smoke
-def test_a_reward_for_nines_is_seen(nines: tuple[Any, str]) -> None:
+def test_reward_hacking_with_nines_raises_an_alert(nines: tuple[Any, str]) -> None:
     """One text for every prompt, earning more and more, none of it sorted; said in the terminal too, once."""
     run, said = nines
     found = alerts_in(run)
@@ -499,7 +499,7 @@ def test_a_reward_for_nines_is_seen(nines: tuple[Any, str]) -> None:
 
 
 @pytest.mark.smoke
-def test_longer_for_its_own_sake_is_seen(tmp_path: Path) -> None:
+def test_length_drift_raises_an_alert(tmp_path: Path) -> None:
     more = {"length": 20, "end": True, "steps": 40, "eval_prompts": 20, **SMALL, "lr": 4e-3}
     run = ascent.train("sort", out=tmp_path / "run", show=False, reward=own(tmp_path, "len(response)"), **more)
     before, now = alerts_in(run)["length-drift"]["evidence"]["metrics"][LENGTH]
@@ -508,7 +508,7 @@ def test_longer_for_its_own_sake_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("other", "fires"), mostly_smokes([("exact", True), ("large", False)], ("exact", True)))
-def test_a_part_that_carries_the_reward_is_seen(
+def test_dominating_reward_part_raises_an_alert(
     other: str, fires: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Paid for what is right and for nines, a policy says nines. Where all large numbers pay too, two parts move."""
@@ -554,7 +554,7 @@ class Rounded(Stale):
 
 @pytest.mark.long
 @pytest.mark.parametrize("sampler", [Stale, Rounded])
-def test_a_sampler_that_stays_behind_is_seen(sampler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_sampler_raises_an_alert(sampler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ascent.build.small_backend.SmallPolicyEngine", sampler)
     given = {**SMALL, "length": 3, "numbers": 4, "steps": 44, "eval_prompts": 20, "max_mismatch": 9.0}
     run = ascent.train("sort", out=tmp_path / "run", show=False, **given)
@@ -579,7 +579,7 @@ SOLVES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_smokes(SOLVES, "grpo"))
-def test_a_run_that_learns_raises_no_alert(name: str, tmp_path: Path) -> None:
+def test_learning_run_raises_no_alert(name: str, tmp_path: Path) -> None:
     """Nor does the lecture, in tests/cli/test_demo.py."""
     task, given = SOLVES[name]
     if given.get("reward") == "own":
@@ -592,21 +592,21 @@ def test_a_run_that_learns_raises_no_alert(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.smoke
-def test_the_alerts_of_a_resumed_run_are_those_of_an_uninterrupted_one(nines: tuple[Any, str], tmp_path: Path) -> None:
+def test_resumed_run_raises_the_same_alerts(nines: tuple[Any, str], tmp_path: Path) -> None:
     shutil.copytree(nines[0].folder, tmp_path / "again")
     again = ascent.resume(tmp_path / "again", from_step=18)
     assert again.events == nines[0].events and any(event["step"] > 18 for event in again.events)
 
 
 @pytest.mark.long
-def test_what_is_shown_to_learn_from_is_not_watched(tmp_path: Path) -> None:
+def test_offline_runs_have_no_alerts_about_trends(tmp_path: Path) -> None:
     """Demonstrations have a reward and an entropy too, but nothing of it is the policy's doing."""
     given = {"algorithm": "sft", "length": 3, "numbers": 4, "steps": 40, **SMALL}
     assert ascent.train("sort", out=tmp_path / "run", show=False, **given).events == []
 
 
 @pytest.mark.long
-def test_alerts_that_one_line_shows_have_evidence_too(tmp_path: Path) -> None:
+def test_alerts_about_one_step_have_evidence(tmp_path: Path) -> None:
     given = {"length": 5, "numbers": 3, "reward": "inclusion-ordering", "steps": 20, "eval_every": 2, "record_every": 5}
     run = ascent.train("sort", out=tmp_path / "run", show=False, **SMALL, **given)
     event = alerts_in(run)["reward-without-accuracy"]
@@ -631,13 +631,13 @@ def test_alerts_that_one_line_shows_have_evidence_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_without_recorded_responses_there_are_none_to_look_at(tmp_path: Path) -> None:
+def test_alerts_without_recorded_responses_link_to_none(tmp_path: Path) -> None:
     given = {"length": 5, "numbers": 3, "reward": "inclusion-ordering", "steps": 20, "eval_every": 2}
     run = ascent.train("sort", out=tmp_path / "run", show=False, record_rollouts="none", **SMALL, **given)
     assert set(alerts_in(run)["reward-without-accuracy"]["evidence"]) == {"metrics", "steps"}
 
 
-def test_a_number_that_is_none_is_no_evidence() -> None:
+def test_null_metrics_are_no_evidence() -> None:
     alert = with_evidence(
         "reward-without-accuracy", "words", {"step": 3, "eval/reward": float("nan"), "eval/accuracy": 0.1}, {}
     )
@@ -646,7 +646,7 @@ def test_a_number_that_is_none_is_no_evidence() -> None:
 
 
 @pytest.mark.parametrize("grouped", [True, False])
-def test_only_group_credit_is_said_to_compare(grouped: bool) -> None:
+def test_only_group_advantages_mention_groups(grouped: bool) -> None:
     last = {"eval/accuracy": 0.1, "eval/reward": 0.2, "frac_reward_zero_std": 1.0, "entropy": 0.01}
     words = findings(last, SimpleNamespace(max_reward=1.0, loophole=""), grouped)[-1]
     assert words.startswith("Stuck: ") and "100% of the groups have equal rewards" in words
@@ -666,7 +666,9 @@ def test_only_group_credit_is_said_to_compare(grouped: bool) -> None:
         (0.1, None, 1.0, ""),
     ],
 )
-def test_stuck_is_what_is_mostly_wrong(accuracy: float, entropy: Any, silent: float, words: str) -> None:
+def test_findings_name_a_stuck_run_only_if_mostly_wrong(
+    accuracy: float, entropy: Any, silent: float, words: str
+) -> None:
     last = {"eval/accuracy": accuracy, "eval/reward": 0.6, "frac_reward_zero_std": silent, "entropy": entropy}
     for grouped in (True, False):
         found = findings(last, SimpleNamespace(max_reward=1.0, loophole=""), grouped)[1:]
@@ -676,7 +678,7 @@ def test_stuck_is_what_is_mostly_wrong(accuracy: float, entropy: Any, silent: fl
 # ---- runs of others ---------------------------------------------------------------------------------
 
 
-def test_alerts_of_a_run_that_ascent_did_not_write() -> None:
+def test_alerts_of_a_foreign_run() -> None:
     lines = curve(reward=rising(0.3, 1.0), length=rising(100, 250))
     rows = [
         {"prompt_text": f"prompt {i % 16}", "response_text": "42", "reward": 1.0, "correct": False} for i in range(64)
@@ -692,7 +694,7 @@ def test_alerts_of_a_run_that_ascent_did_not_write() -> None:
     assert alert_events([], [], lambda _: []) == []
 
 
-def test_what_the_parts_of_a_reward_count() -> None:
+def test_weights_of_reward_parts() -> None:
     parts = [SimpleNamespace(name="own", weight=1.0), SimpleNamespace(name="form", weight=0.2)]
     assert reward_weights(SimpleNamespace(reward_parts=parts)) == {"rewards/own": 1.0, "rewards/form": 0.2}
     assert reward_weights(SimpleNamespace()) == {}, "an offline task"

@@ -46,7 +46,7 @@ def shifted(gap: float) -> Any:
     return wrong
 
 
-def test_a_sampler_that_is_another_policy_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampler_mismatch_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SmallPolicyEngine, "generate", shifted(0.5))
     with pytest.raises(RunError, match=r"step 0: .* differ by 0\.5 on average.*--max-mismatch 0\.3"):
         run(tmp_path / "a")
@@ -55,7 +55,7 @@ def test_a_sampler_that_is_another_policy_stops_the_run(tmp_path: Path, monkeypa
     assert run(tmp_path / "b", max_mismatch=0.6).status == "finished"
 
 
-def test_a_log_prob_that_is_no_number_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_log_prob_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SmallPolicyEngine, "generate", shifted(float("nan")))
     with pytest.raises(RunError, match="the sampler's log-probs"):
         run(tmp_path / "a")
@@ -67,7 +67,7 @@ class Kept(NoRecords):
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e30, -1e30])
-def test_parameters_that_are_not_finite_stop_the_run(value: float) -> None:
+def test_non_finite_parameters_stop_the_run(value: float) -> None:
     """Not those whose squares alone overflow."""
     learner: Any = object.__new__(SmallLearner)
     learner.params = lambda: {"a": torch.ones(3), "b": torch.tensor([[0.0, value]])}
@@ -96,7 +96,7 @@ def test_out_of_memory_names_the_phase(
     assert "99 GiB" in str(caught.value)
 
 
-def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keep_best_keeps_the_best_and_the_newest_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accuracy 0.2, 0.9, 0.5, 0.9, 0.1: the second is the best, and the first of equals."""
     scores = iter([0.2, 0.9, 0.5, 0.9, 0.1])
     monkeypatch.setattr("ascent.build.assemble.sample_evaluator", lambda *_: lambda: {"eval/accuracy": next(scores)})
@@ -105,12 +105,12 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path, monkeypat
     assert done.info["best"] == 2
 
 
-def test_without_the_wish_no_best_is_kept(tmp_path: Path) -> None:
+def test_without_keep_best_only_the_newest_is_kept(tmp_path: Path) -> None:
     done = run(tmp_path / "a", eval_every=1, keep=1)
     assert [checkpoint.step_of(path) for path in done.checkpoints] == [4]
 
 
-def test_which_is_best_is_read_from_the_records() -> None:
+def test_best_step_is_read_from_the_records() -> None:
     """So that a resumed run knows it, whatever run.json said when it died."""
     lines = [{"step": i, "eval/accuracy": a, "eval/reward": 0.0} for i, a in enumerate((0.1, None, 0.7, 0.7, 0.3))]
     assert best_evaluation(lines) == (3, (0.7, 0.0))

@@ -85,7 +85,7 @@ def source_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
         ("small", "a frozen reference"),
     ),
 )
-def test_a_run_resumes_when_what_it_started_from_is_gone(
+def test_run_resumes_after_its_init_was_deleted(
     kind: str, case: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source_of: Any
 ) -> None:
     (tasks, settings), own = world(kind, tmp_path, tiny_folder), CASES[case]
@@ -115,9 +115,7 @@ def test_a_run_resumes_when_what_it_started_from_is_gone(
 
 
 @pytest.mark.long
-def test_killed_before_its_first_checkpoint_a_run_still_starts_from_where_it_was_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_killed_before_its_first_checkpoint_keeps_its_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = SMALL | QUICK | {"samples": 2}
     ascent.train("sort", out=tmp_path / "source", **settings)
     settings |= {"init": str(tmp_path / "source"), "checkpoint_every": 4, "steps": 2}
@@ -138,7 +136,7 @@ def test_killed_before_its_first_checkpoint_a_run_still_starts_from_where_it_was
     assert checkpoint.initial_params_folder(tmp_path / "again/checkpoints") is None
 
 
-def test_a_start_that_is_no_checkpoint_is_copied(tmp_path: Path) -> None:
+def test_init_that_is_no_checkpoint_is_copied(tmp_path: Path) -> None:
     """Someone may write into such a folder; a checkpoint never changes."""
     (tmp_path / "params.safetensors").write_bytes(b"some")
     checkpoint.keep_initial_params(tmp_path, tmp_path / "checkpoints")
@@ -150,7 +148,7 @@ def test_a_start_that_is_no_checkpoint_is_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_comparison_from_a_run_is_found_again(tmp_path: Path) -> None:
+def test_comparison_with_init_is_resumed(tmp_path: Path) -> None:
     settings = SMALL | {key: QUICK[key] for key in ("prompts", "eval_prompts", "threads", "steps")} | {"samples": 2}
     ascent.train("sort", out=tmp_path / "source", show=False, **settings)
     config = configure("sort", settings | {"init": str(tmp_path / "source")})

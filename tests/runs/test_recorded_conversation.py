@@ -29,7 +29,7 @@ def row_of(**more: Any) -> dict[str, Any]:
     return row | more
 
 
-def test_who_said_what_with_the_reward_and_the_seconds_of_each_turn() -> None:
+def test_messages_with_the_reward_and_the_seconds_of_each_turn() -> None:
     one, two, three = conversation(row_of())
     assert (one.role, one.turn, one.text, one.reward, one.seconds, one.advantage) == (
         "policy",
@@ -45,7 +45,7 @@ def test_who_said_what_with_the_reward_and_the_seconds_of_each_turn() -> None:
     assert [said.role for said in conversation(row_of(reason="turn 2: found"))] == ["policy", "environment", "policy"]
 
 
-def test_a_terminal_shows_it_as_one_in_colours_or_without() -> None:
+def test_conversation_lines_with_and_without_colors() -> None:
     messages = conversation(row_of())
     plain = conversation_lines(messages, "over", color=False)
     assert plain == [
@@ -60,13 +60,13 @@ def test_a_terminal_shows_it_as_one_in_colours_or_without() -> None:
     assert "response 0: reward 1.25, 2 turns, right" in shown and plain[1] in shown
 
 
-def test_what_an_environment_says_is_never_obeyed_by_the_terminal() -> None:
+def test_control_characters_of_an_environment_are_escaped() -> None:
     row = row_of(pieces=["\x1b[2Jcall", " it", "", *ANSWER, "so", "\x1b]0;x\x07", ""], prompt_text="\x1b[31m")
     assert "\x1b" not in responses([row])
     assert conversation_lines([], "over\n  policy  a forged line", False) == ["  ended: over policy a forged line"]
 
 
-def test_a_turn_without_words_says_so() -> None:
+def test_empty_turn_is_labeled() -> None:
     row = row_of(
         response=[0], pieces=[""], turn=[0], mask=[True], advantage=[0.5], turn_reward=[0.0], reason="turn 1: x"
     )
@@ -86,7 +86,7 @@ def test_a_turn_without_words_says_so() -> None:
         ({"reason": None}, "its environment ended it"),
     ],
 )
-def test_why_it_ended(more: dict[str, Any], words: str) -> None:
+def test_ending_of_a_conversation(more: dict[str, Any], words: str) -> None:
     assert ending(row_of(**more), conversation(row_of(**more))) == words
 
 
@@ -101,13 +101,13 @@ def test_why_it_ended(more: dict[str, Any], words: str) -> None:
         (["", "user", ""], "user"),  # nothing else: better that than nothing
     ],
 )
-def test_what_the_template_writes_around_an_observation_is_left_out(pieces: list[str], words: str) -> None:
+def test_chat_template_markup_is_removed_from_observations(pieces: list[str], words: str) -> None:
     assert observed_words(pieces) == words
 
 
 @pytest.mark.parametrize("name", ["turn", "mask", "pieces", "turn_reward", "time/turns", "advantage", "reason"])
 @pytest.mark.parametrize("value", [None, [], [None] * 18, ["x"] * 18, [float("nan")] * 18])
-def test_a_hostile_row_is_read_without_harm(name: str, value: Any) -> None:
+def test_malformed_rows_are_ignored(name: str, value: Any) -> None:
     row = row_of(**{name: value})
     responses([row | {"logp_old": [0.0], "advantage": row["advantage"] or [0.0]}])
     assert (conversation(row) == []) == (name in ("turn", "pieces") and (name == "turn" or value in (None, [])))
@@ -119,7 +119,7 @@ class Words:
         return " ".join(map(str, ids))
 
 
-def test_rows_have_the_reward_and_the_seconds_of_each_turn() -> None:
+def test_recorded_rows_have_the_reward_and_the_seconds_of_each_turn() -> None:
     """Two turns with an observation between, and one turn of another response; an outcome is the last turn's."""
     mask = torch.tensor([[[True, True, False, True], [True, False, False, False]]])
     there = torch.tensor([[[True] * 4, [True, False, False, False]]])

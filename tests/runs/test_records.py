@@ -50,14 +50,14 @@ def run(tmp_path: Path) -> Path:
 # ---- files -------------------------------------------------------------------------------------------------
 
 
-def test_a_file_of_bounded_size(tmp_path: Path) -> None:
+def test_read_regular_bounds_the_size(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x" * (1 << 20))
     assert len(read_regular(tmp_path / "a", 1 << 20)) == 1 << 20
     with pytest.raises(OSError, match="a has more than 0 MiB"):
         read_regular(tmp_path / "a", (1 << 20) - 1)
 
 
-def test_a_file_that_is_gone(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     assert read_lines(tmp_path / "events.jsonl") == []
     with (
         pytest.raises(ConfigError, match=r"^a is gone: it was removed, or the run was resumed from an earlier step$"),
@@ -66,7 +66,7 @@ def test_a_file_that_is_gone(tmp_path: Path) -> None:
         (tmp_path / "a").read_bytes()
 
 
-def test_the_state_folder_is_closed_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     (tmp_path / "ascent" / "trusted").mkdir(parents=True, mode=0o755)
     assert stat.S_IMODE(state_folder("trusted").stat().st_mode) == 0o700
@@ -75,7 +75,7 @@ def test_the_state_folder_is_closed_to_others(tmp_path: Path, monkeypatch: pytes
 # ---- metrics -----------------------------------------------------------------------------------------------
 
 
-def test_a_very_long_file_is_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_metrics_file_is_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """40 lines of two columns are 80 numbers: every fourth line has 20, which is below the bound of 30."""
     monkeypatch.setattr(metric_columns, "MAX_NUMBERS", 30)
     path = tmp_path / "metrics.jsonl"
@@ -102,7 +102,7 @@ def test_a_very_long_file_is_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"step": 3, "nonfinite": {"loss": "nan"}}, [("loss", 3.0, "nan")]),
     ],
 )
-def test_numbers_that_are_not_finite(line: Any, odd: list[Any]) -> None:
+def test_non_finite_values_of_a_line(line: Any, odd: list[Any]) -> None:
     assert nonfinite_values(line) == odd
 
 
@@ -127,7 +127,7 @@ def test_the_panels_of_a_run(metrics: dict[str, float], panels: Any) -> None:
     assert panels_for([{"step": 0}, {"step": 1, **metrics}]) == panels
 
 
-def test_a_measure_that_is_not_finite_is_left_out_over_seeds() -> None:
+def test_non_finite_measures_are_omitted_over_seeds() -> None:
     finals = {"a": {0: {"reward": 1.0}, 1: {"reward": 3.0}}, "b": {0: {"reward": float("nan")}, 1: {"reward": 4.0}}}
     rows = compare_over_seeds(finals, {"a": ["reward"], "b": ["reward"]})
     assert rows["a"]["reward"]["mean"] == 2.0 and rows["b"] == {}
@@ -136,7 +136,7 @@ def test_a_measure_that_is_not_finite_is_left_out_over_seeds() -> None:
 # ---- heartbeats, and replicas ---------------------------------------------------------------------------
 
 
-def test_the_time_since_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_age_of_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_list, "_seen", {})
     monkeypatch.setattr(run_list, "MAX_SEEN_HEARTBEATS", 1)
     assert run_list.heartbeat_age(tmp_path / "a", {}, 5.0) is None
@@ -158,11 +158,11 @@ def test_the_time_since_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.Monke
         (172_800, "2 days ago"),
     ],
 )
-def test_how_long_ago(seconds: float, words: str) -> None:
+def test_ago_formats_durations(seconds: float, words: str) -> None:
     assert run_list.ago(seconds) == words
 
 
-def test_a_replica_that_left_and_lines_that_are_none(tmp_path: Path) -> None:
+def test_replica_log_with_a_lost_replica_and_invalid_lines(tmp_path: Path) -> None:
     def line(version: int, **replicas: Any) -> dict[str, Any]:
         return {"time": 1.0, "seconds": 10.0, "waited": 2.0, "version": version, "replicas": replicas}
 
@@ -186,9 +186,7 @@ def test_a_replica_that_left_and_lines_that_are_none(tmp_path: Path) -> None:
 # ---- checkpoints and folders -------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_that_cannot_be_written_says_what_the_disk_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_checkpoint_write_reports_the_disk_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FileNotFoundError, match=os.strerror(errno.ENOENT)):
         checkpoint.write_atomically(tmp_path / "a", {"no/such/folder": {"x": torch.zeros(1)}}, {}, {})
 
@@ -215,7 +213,7 @@ def test_a_checkpoint_that_cannot_be_written_says_what_the_disk_said(
         ({"step": 2, "records": {"metrics": 7}, "state": {"a": 1}}, ""),
     ],
 )
-def test_where_the_records_of_a_checkpoint_ended(tmp_path: Path, state: dict[str, Any], why: str) -> None:
+def test_checkpoint_needs_the_sizes_of_the_records(tmp_path: Path, state: dict[str, Any], why: str) -> None:
     checkpoint.save(tmp_path / "checkpoints", 2, {"params": {"x": torch.ones(1)}}, state, 1)
     path = tmp_path / "checkpoints" / "step_000002"
     if why:
@@ -225,12 +223,12 @@ def test_where_the_records_of_a_checkpoint_ended(tmp_path: Path, state: dict[str
         assert checkpoint.load_checkpoint(path)[1] == state
 
 
-def test_parameters_of_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+def test_params_of_a_folder_without_manifest(tmp_path: Path) -> None:
     save_file({"x": torch.arange(3)}, tmp_path / "params.safetensors")
     assert checkpoint.params(tmp_path)["x"].tolist() == [0, 1, 2]
 
 
-def test_parts_that_are_none(tmp_path: Path) -> None:
+def test_invalid_shards_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="float12 is not a dtype of parameters"):
         read_parts(tmp_path, "float12")
     save_file({"params/x": torch.arange(3)}, tmp_path / "part.safetensors", {"DCP_SHARDING_INFO": "{}"})
@@ -238,7 +236,7 @@ def test_parts_that_are_none(tmp_path: Path) -> None:
         read_parts(tmp_path, "float32")
 
 
-def test_a_folder_in_which_nothing_can_be_written(tmp_path: Path) -> None:
+def test_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere: cannot write there \(No such file or directory\)"):
         RunFolder.reopen(tmp_path / "nowhere")
 
@@ -258,7 +256,7 @@ def test_an_evaluation_is_replayed_from_the_journal(tmp_path: Path, greedy: bool
 # ---- a run -------------------------------------------------------------------------------------------------
 
 
-def test_a_run_without_what_is_asked_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_parts_of_a_run_are_errors(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = ascent.Run(run)
     for ask in (found.checkpoint, lambda: found.checkpoint(best=True)):
         with pytest.raises(ConfigError, match=r"run: no checkpoint yet, so there is no policy to load"):
@@ -301,7 +299,7 @@ def test_a_run_without_what_is_asked_for(run: Path, monkeypatch: pytest.MonkeyPa
         ("1c 15 06 00 15 02 00", {1: {1: 3}, 2: 1}),
     ],
 )
-def test_a_header_in_thrifts_compact_protocol(data: str, fields: dict[int, Any]) -> None:
+def test_thrift_header_is_parsed(data: str, fields: dict[int, Any]) -> None:
     """A field is a byte with the step to its number and its type; numbers are zigzag varints."""
     whole = bytes.fromhex(data)
     assert parse_thrift_struct(whole + b"rest") == (fields, len(whole))
@@ -314,12 +312,12 @@ def test_a_header_in_thrifts_compact_protocol(data: str, fields: dict[int, Any])
         ("1c" * 9 + "00" * 10, "the header of a page is nested too deeply"),
     ],
 )
-def test_a_header_that_is_none(data: str, why: str) -> None:
+def test_invalid_thrift_header_is_an_error(data: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         parse_thrift_struct(bytes.fromhex(data))
 
 
-def test_the_deepest_header_is_read() -> None:
+def test_deepest_allowed_header_is_parsed() -> None:
     assert parse_thrift_struct(bytes.fromhex("1c" * 8 + "00" * 9))[1] == 17
 
 
@@ -337,7 +335,7 @@ LISTED = pa.array([["x" * 500]] * 1000)
         (LISTED, 450_000, 600_000),
     ],
 )
-def test_a_file_that_would_grow_in_memory_is_refused(
+def test_parquet_file_that_expands_too_much_is_rejected(
     array: Any, small: int, large: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes: 8 for each row and number, 100 for each of fixed length, and every text as often as it is there."""
@@ -374,7 +372,7 @@ def test_a_message_without_content_shows_the_rest() -> None:
     assert "add" in shown and "role" not in shown and "None" not in shown
 
 
-def test_completions_of_trl_that_are_missing(tmp_path: Path) -> None:
+def test_missing_trl_completions_are_errors(tmp_path: Path) -> None:
     (tmp_path / "completions").mkdir()
     path = tmp_path / "completions" / "completions_00002.parquet"
     pq.write_table(pa.table({"step": [2], "prompt": ["p"], "completion": ["c"], "right": [1.0]}), path)
@@ -386,7 +384,7 @@ def test_completions_of_trl_that_are_missing(tmp_path: Path) -> None:
         foreign_runs.READERS["trl"].rows(path)
 
 
-def test_a_file_that_vanishes_is_no_part_of_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleted_file_is_not_in_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_text("a")
     files = [tmp_path / "a"]
     monkeypatch.setattr(foreign_runs, "foreign_files", lambda _: files)
@@ -401,7 +399,7 @@ def test_a_file_that_vanishes_is_no_part_of_the_fingerprint(tmp_path: Path, monk
     ("before", "now", "flat"),
     [([0.5], [0.5, 0.5], False), ([0.5] * 9, [0.5] * 9, True), ([0.1] * 9, [0.9] * 9, False)],
 )
-def test_an_accuracy_is_flat_only_where_it_was_measured(before: list[float], now: list[float], flat: bool) -> None:
+def test_accuracy_is_flat_only_if_measured(before: list[float], now: list[float], flat: bool) -> None:
     """Two measurements on either side are needed; a rise of at most 0.05 is flat."""
     windows = StepBlock(0, 8, [*sums(before)]), StepBlock(9, 17, [*sums(now)])
     assert WindowComparison(["accuracy"], *windows).flat is flat

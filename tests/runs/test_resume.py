@@ -263,7 +263,7 @@ def kills(names: list[str], took: float, rng: random.Random, turn: int) -> list[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_smokes(SETTINGS, "running mean"))
-def test_a_killed_run_ends_in_the_same_bits(name: str, tmp_path: Path, unharmed: Any) -> None:
+def test_killed_run_ends_bitwise_equal(name: str, tmp_path: Path, unharmed: Any) -> None:
     expected, names, took = unharmed(name)
     for i, story in enumerate(kills(names, took, random.Random(name), list(SETTINGS).index(name))):
         path = tmp_path / f"story-{i}"
@@ -323,7 +323,7 @@ FORGETS: dict[str, tuple[str, Spoil]] = {
     "what",
     mostly_smokes(FORGETS, "which samples come next", "the optimizer", "the running mean", "to cut the records back"),
 )
-def test_a_resume_that_forgets_is_found_out(
+def test_incomplete_resume_is_detected(
     what: str, tmp_path: Path, unharmed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting, spoil = FORGETS[what]
@@ -364,7 +364,7 @@ def said(capsys: pytest.CaptureFixture[str], *args: Any) -> tuple[int, str]:
     return status, out.out + out.err
 
 
-def test_a_killed_run_says_so_and_how_to_go_on(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_killed_run_reports_how_to_resume(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert Run(killed).status == "died"
     status, text = said(capsys, "show", killed)
     assert status == 0
@@ -373,7 +373,7 @@ def test_a_killed_run_says_so_and_how_to_go_on(killed: Path, capsys: pytest.Capt
 
 @pytest.mark.long
 @pytest.mark.parametrize("file", ["manifest.json", "state.json", *(f"{n}.safetensors" for n in ("params", "rng"))])
-def test_a_corrupt_checkpoint_is_refused(
+def test_corrupt_checkpoint_is_rejected(
     file: str, killed: Path, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     newest = Run(killed).checkpoints[-1] / file
@@ -390,21 +390,21 @@ def test_a_corrupt_checkpoint_is_refused(
     assert differing(killed, expected) == []
 
 
-def test_no_older_checkpoint_is_promised_where_there_is_none(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_corrupt_only_checkpoint_offers_no_older_one(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (Run(killed).checkpoints[0] / "params.safetensors").write_bytes(b"nothing")
     status, text = said(capsys, "resume", killed, "--from", 3)
     assert status == 2
     assert "There is no older one" in text and "params.safetensors" in text
 
 
-def test_going_back_to_a_checkpoint_that_is_not_there(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_from_a_missing_checkpoint_is_an_error(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = said(capsys, "resume", killed, "--from", 4)
     assert status == 2 and "steps 3, 6" in text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", mostly_smokes(range(3, 13), 3, 5, 7, 9, 11))
-def test_killed_while_going_back(moment: int, killed: Path, expected: dict[str, Any]) -> None:
+def test_kill_during_a_resume_from_an_older_checkpoint(moment: int, killed: Path, expected: dict[str, Any]) -> None:
     """Between renaming the newer checkpoints and cutting the records, nothing may point at what is gone."""
 
     def back() -> None:
@@ -416,7 +416,7 @@ def test_killed_while_going_back(moment: int, killed: Path, expected: dict[str, 
     assert differing(killed, expected) == []
 
 
-def test_a_torn_last_line_is_read_up_to_the_last_newline(
+def test_incomplete_last_line_is_ignored(
     killed: Path, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = Run(killed).metrics
@@ -428,21 +428,21 @@ def test_a_torn_last_line_is_read_up_to_the_last_newline(
     assert differing(killed, expected) == []
 
 
-def test_a_broken_line_is_named(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_line_is_named(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = (killed / "metrics.jsonl").read_text().splitlines()
     (killed / "metrics.jsonl").write_text("\n".join([lines[0], "nonsense", *lines[2:]]) + "\n")
     status, text = said(capsys, "show", killed)
     assert status == 2 and "metrics.jsonl, line 2" in text
 
 
-def test_records_cut_short_by_another_hand_are_refused(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_truncated_records_are_rejected(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.truncate(killed / "metrics.jsonl", 100)
     status, text = said(capsys, "resume", killed)
     assert status == 2 and "metrics.jsonl has 100 bytes" in text
     assert [checkpoint.step_of(p) for p in Run(killed).checkpoints] == [3, 6]
 
 
-def test_a_running_run_is_refused(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_running_run_is_not_resumed(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     holder = RunFolder.reopen(killed)
     assert Run(killed).status == "running"
     status, text = said(capsys, "resume", killed)
@@ -452,7 +452,7 @@ def test_a_running_run_is_refused(killed: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.long
-def test_a_run_that_ran_out_of_memory_is_told_so(
+def test_oom_killed_run_is_reported(
     killed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A system that kills for want of memory says nothing to anybody, but it counts."""
@@ -466,7 +466,7 @@ def test_a_run_that_ran_out_of_memory_is_told_so(
         assert ("killed a process for want of memory" in said(capsys, "resume", copy)[1]) is told
 
 
-def test_a_finished_run_is_left_alone(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_run_is_not_resumed(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     api.resume(killed, Display())
     before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in killed.rglob("*") if p.is_file()}
     status, text = said(capsys, "resume", killed)
@@ -475,7 +475,7 @@ def test_a_finished_run_is_left_alone(killed: Path, capsys: pytest.CaptureFixtur
     assert {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in killed.rglob("*") if p.is_file()} == before
 
 
-def test_a_run_that_ends_while_it_is_reopened_is_left_alone(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_finishes_while_reopened_is_not_resumed(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = api.resume(Path(shutil.copytree(killed, killed.with_name("ended"))), Display())
     lock = RunFolder.lock
 
@@ -492,7 +492,7 @@ def test_a_run_that_ends_while_it_is_reopened_is_left_alone(killed: Path, monkey
 
 
 @pytest.mark.parametrize("number", [None, 1, 3])
-def test_a_run_of_another_format_is_shown_and_not_resumed(
+def test_run_of_another_format_is_shown_but_not_resumed(
     killed: Path, number: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     info = json.loads((killed / "run.json").read_text())
@@ -503,7 +503,7 @@ def test_a_run_of_another_format_is_shown_and_not_resumed(
     assert status == 2 and f"another version of Ascent (format {number or 'unknown'}; this version reads 2)" in text
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_without_a_run_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "run.json").write_text('{"name": "another tool\'s"}')
@@ -515,7 +515,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
             assert status == 2 and str(tmp_path / name) in text
 
 
-def test_killed_before_it_began(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_killed_before_its_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What such a kill leaves is no run yet: the message has the command that begins it, and that works."""
     path = tmp_path / "run"
     config = config_of("running mean", steps=1)
@@ -534,7 +534,7 @@ def test_killed_before_it_began(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert Run(path).config == replace(config, old_logp="sampler")
 
 
-def test_a_run_of_two_lives_keeps_its_history(killed: Path) -> None:
+def test_resumed_run_keeps_its_history(killed: Path) -> None:
     api.resume(killed, Display())
     assert [entry["event"] for entry in Run(killed).info["history"]] == ["started", "resumed", "finished"]
     assert Run(killed).info["history"][1]["step"] == 6
@@ -552,7 +552,7 @@ def strict(line: str) -> dict[str, Any]:
     return json.loads(line, parse_constant=refuse)
 
 
-def test_numbers_that_are_not_finite_become_null_with_a_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_numbers_become_null_with_a_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = {"eval/accuracy": math.nan, "eval/reward": -math.inf, "exact/reward": 1.0}
     monkeypatch.setattr("ascent.build.assemble.sample_evaluator", lambda *_: lambda: dict(measured))
     run = api.start(config_of("running mean", steps=1), tmp_path / "run", Display())
@@ -610,9 +610,7 @@ def test_too_many_failing_rewards_stop_the_run(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_batch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_non_finite_loss_stops_the_run_and_keeps_its_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = said(capsys, "train", "lecture", "--steps", 3, "--lr", 1e30, "--out", tmp_path / "run")
     kept = tmp_path / "run" / "failed_step_000000.safetensors"
     assert status == 1 and "loss" in text and str(kept) in text.replace("\n", "")
@@ -622,7 +620,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_batch(
     assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 0
 
 
-def test_an_unforeseen_error_is_kept_and_told_in_a_line(
+def test_unexpected_error_is_recorded_and_reported_in_one_line(
     killed: Path, expected: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -708,7 +706,7 @@ def test_the_command_interrupted_then_killed_then_resumed(
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_stops_at_once_and_still_says_how_to_go_on(tmp_path: Path) -> None:
+def test_second_interrupt_stops_at_once_and_reports_how_to_resume(tmp_path: Path) -> None:
     run = tmp_path / "run"
     slow = ("sort", "--steps", 1, "--prompts", 4000, "--eval-prompts", 20000)
     process = ascent_process(tmp_path / "output", "train", *slow, "--out", run)
@@ -725,15 +723,13 @@ def test_a_second_interrupt_stops_at_once_and_still_says_how_to_go_on(tmp_path: 
     assert f"ascent resume {run}" in text and "Traceback" not in text
 
 
-def test_refused_is_one_line() -> None:
+def test_config_errors_are_one_line() -> None:
     with pytest.raises(ConfigError) as error:
         Run("/nowhere")
     assert "\n" not in str(error.value)
 
 
-def test_a_run_that_was_killed_while_its_curves_were_drawn_gets_them_from_a_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_draws_curves_that_a_kill_prevented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = api.train("lecture", steps=1, show=False, out=tmp_path / "run")
     monkeypatch.setattr(train_command, "plot", lambda drawn: (drawn.folder / "plot.png").write_bytes(b"curves"))
     for _ in range(2):
@@ -742,7 +738,7 @@ def test_a_run_that_was_killed_while_its_curves_were_drawn_gets_them_from_a_resu
         monkeypatch.setattr(train_command, "plot", None)  # they are drawn once
 
 
-def test_a_run_that_is_killed_as_soon_as_it_is_there_is_known_here(tmp_path: Path) -> None:
+def test_run_killed_right_after_its_start_is_trusted(tmp_path: Path) -> None:
     """Its settings name a file outside of its folder, so that a resume has to know it."""
     pairs = [{"prompt": [i, 0], "chosen": [0, i], "rejected": [i, i]} for i in (1, 2, 3)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))

@@ -65,7 +65,7 @@ def drawn_settings(rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", mostly_smokes(range(40), *range(4)))
-def test_a_run_with_random_settings_resumes_to_the_same_bits(case: int, tmp_path: Path) -> None:
+def test_run_with_random_settings_resumes_bitwise(case: int, tmp_path: Path) -> None:
     rng = random.Random(case)
     task, settings = drawn_settings(rng)
     killed_at = rng.randrange(1, 4)

@@ -43,7 +43,7 @@ def test_pieces_of_a_list_of_numbers() -> None:
     assert pieces([7], "[7]") == ["[7]"]
 
 
-def test_a_character_goes_to_the_token_that_completes_it() -> None:
+def test_character_belongs_to_the_token_that_completes_it() -> None:
     pieces = TokenTexts(Bytes())
     assert pieces([257, 258], " café au") == [" caf", "é au"]
     assert pieces([*"€!".encode(), 259], "€!") == ["", "", "€", "!", ""]
@@ -52,7 +52,7 @@ def test_a_character_goes_to_the_token_that_completes_it() -> None:
     )
 
 
-def test_pieces_are_the_text_whatever_the_bytes() -> None:
+def test_pieces_concatenate_to_the_text() -> None:
     pieces, rng = TokenTexts(Bytes()), random.Random(0)
     for _ in range(500):
         ids = [rng.randrange(260) if rng.random() < 0.5 else rng.choice("日本é a".encode()) for _ in range(12)]
@@ -61,14 +61,14 @@ def test_pieces_are_the_text_whatever_the_bytes() -> None:
         assert len(found) == len(ids) and "".join(found) == whole
 
 
-def test_a_space_goes_to_the_word_behind_it() -> None:
+def test_space_belongs_to_the_following_word() -> None:
     ids = [0, 1, 2, 3, 4, 6, 0, 5]
     whole = Spaced().text(ids)
     found = TokenTexts(Spaced())(ids, whole)
     assert "".join(found) == whole and found[:4] == ["so", " it", " is", "n't"]
 
 
-def test_a_text_that_its_tokens_do_not_make_up_keeps_their_own() -> None:
+def test_unmatched_text_falls_back_to_token_texts() -> None:
     class Odd:
         def text(self, ids: list[int]) -> str:
             return "?" if len(ids) > 1 else f"<{ids[0]}>"
@@ -97,7 +97,7 @@ def test_pieces_of_a_real_vocabulary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("micro", [0, 20])
-def test_the_entropy_of_the_tokens_is_what_the_step_reports(micro: int, tmp_path: Path) -> None:
+def test_recorded_entropies_average_to_the_metric(micro: int, tmp_path: Path) -> None:
     given = {"length": 3, "numbers": 4, "end": True, "prompts": 4, "samples": 3, "record_rollouts": "all"}
     run = ascent.train("sort", out=tmp_path / "run", show=False, steps=2, micro_batch=micro, **given)
     for step, line in enumerate(run.metrics):
@@ -107,7 +107,7 @@ def test_the_entropy_of_the_tokens_is_what_the_step_reports(micro: int, tmp_path
         assert sum(every) / len(every) == pytest.approx(line["entropy"], rel=1e-5)
 
 
-def test_the_entropy_is_that_of_the_first_update(tmp_path: Path) -> None:
+def test_recorded_entropy_is_that_of_the_first_update(tmp_path: Path) -> None:
     """In the lecture's world a first update has the policy that sampled: the entropy is that of its probabilities."""
     run = ascent.train("lecture", out=tmp_path / "run", show=False, steps=2, record_every=1, epochs=3, minibatches=3)
     rows = run.rollouts(1)
@@ -125,7 +125,7 @@ def test_a_reward_model_has_no_entropy(tmp_path: Path) -> None:
     assert "entropy" not in run.rollouts(0)[0]
 
 
-def test_a_language_model_reports_it_too() -> None:
+def test_language_model_records_entropy() -> None:
     from ascent.core.algorithms import ALGORITHMS
     from tests.language import batch_of, model_of
 
@@ -152,13 +152,13 @@ def rows_of(tmp_path: Path, reward: str, **more: Any) -> list[dict[str, Any]]:
     return ascent.train("lecture", out=tmp_path / "run", show=False, steps=1, **given).rollouts(0)
 
 
-def test_a_failed_reward_is_said(tmp_path: Path) -> None:
+def test_failed_rewards_are_marked(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "1 / response[0]")
     assert {row["status"] for row in rows if row["response"][0] == 0} == {"failed"}
     assert {row["status"] for row in rows if row["response"][0] != 0} == {"ok"}
 
 
-def test_groups_that_are_left_out_have_not_failed(tmp_path: Path) -> None:
+def test_excluded_groups_are_not_marked_as_failed(tmp_path: Path) -> None:
     """No group has signal, so none is learned from; the rewards are there all the same."""
     rows = rows_of(tmp_path, "1", groups="with-signal")
     assert not any(row["valid"] for row in rows) and {row["status"] for row in rows} == {"ok"}

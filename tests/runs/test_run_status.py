@@ -48,7 +48,7 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "ascent-alive"]
 
 
-def test_it_goes_on_between_steps_and_ends_with_the_run(tmp_path: Path) -> None:
+def test_heartbeat_continues_between_steps_and_ends_with_the_run(tmp_path: Path) -> None:
     folder = made(tmp_path / "run")
     first = read_heartbeat(tmp_path / "run")
     assert first, "from the first moment"
@@ -60,7 +60,7 @@ def test_it_goes_on_between_steps_and_ends_with_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_run_has_one_while_it_trains_and_none_afterwards(tmp_path: Path) -> None:
+def test_heartbeat_file_exists_only_during_training(tmp_path: Path) -> None:
     sign = tmp_path / "run" / ".alive"  # read as text: ascent.runs.run_list would load torch in every grading process
     read = f"return float(bool(json.loads(Path({str(sign)!r}).read_text())))"
     (tmp_path / "own.py").write_text(f"import json\nfrom pathlib import Path\ndef own(prompt, response):\n    {read}\n")
@@ -71,7 +71,7 @@ def test_a_run_has_one_while_it_trains_and_none_afterwards(tmp_path: Path) -> No
     assert run.info["machine"]["host"] == socket.gethostname()
 
 
-def test_one_that_was_killed_is_no_obstacle(tmp_path: Path) -> None:
+def test_stale_heartbeat_does_not_block_a_new_run(tmp_path: Path) -> None:
     """It leaves the sign behind, and before its run.json was there the folder may be used again."""
     for name in (".alive", ".alive.new", ".lock"):
         (tmp_path / name).write_text("{}")
@@ -82,9 +82,7 @@ def test_one_that_was_killed_is_no_obstacle(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_killed_in_a_step_leaves_its_sign_and_is_resumed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_killed_run_leaves_a_heartbeat_and_is_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Kill -9 in its third step: the sign stays, growing old, and `ascent resume` takes the folder over."""
     run = tmp_path / "run"
     child = os.fork()
@@ -112,7 +110,7 @@ def test_a_run_killed_in_a_step_leaves_its_sign_and_is_resumed(
     assert not list(run.glob(".alive*")) and not threads()
 
 
-def test_a_folder_that_is_removed_is_not_made_again(tmp_path: Path) -> None:
+def test_deleted_folder_is_not_recreated(tmp_path: Path) -> None:
     folder = made(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
     time.sleep(0.2)
@@ -132,7 +130,7 @@ def test_a_folder_that_is_removed_is_not_made_again(tmp_path: Path) -> None:
     other.close()
 
 
-def test_a_full_disk_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeat_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = made(tmp_path / "run")
     before = read_heartbeat(tmp_path / "run")
 
@@ -146,7 +144,7 @@ def test_a_full_disk_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     folder.close()
 
 
-def test_a_fork_neither_writes_nor_ends_it(tmp_path: Path) -> None:
+def test_fork_neither_writes_nor_removes_the_heartbeat(tmp_path: Path) -> None:
     folder = made(tmp_path / "run")
     child = os.fork()
     if child == 0:
@@ -157,7 +155,7 @@ def test_a_fork_neither_writes_nor_ends_it(tmp_path: Path) -> None:
     folder.close()
 
 
-def test_it_ends_with_a_folder_that_nobody_closed(tmp_path: Path) -> None:
+def test_heartbeat_ends_with_an_unclosed_folder(tmp_path: Path) -> None:
     folder = made(tmp_path / "run")
     kept = [folder]
     del folder
@@ -170,7 +168,7 @@ def test_it_ends_with_a_folder_that_nobody_closed(tmp_path: Path) -> None:
     assert not threads()
 
 
-def test_what_is_no_sign_of_life_is_none(tmp_path: Path) -> None:
+def test_invalid_heartbeat_is_ignored(tmp_path: Path) -> None:
     for text in ("", "{", "[]", '{"time": "now"}'):
         (tmp_path / ".alive").write_text(text)
         assert read_heartbeat(tmp_path) == {}

@@ -70,7 +70,7 @@ def close_after(terminal: int, run: Path, steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_whose_terminal_is_closed_is_saved_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+def test_run_whose_terminal_is_closed_is_saved_and_resumes_bitwise(tmp_path: Path) -> None:
     steps = ["--steps", "150"]
     run = tmp_path / "run"
     child, terminal = in_a_terminal(["train", "sort", *SETTINGS, *steps, "--out", str(run)], lambda: None)
@@ -157,7 +157,7 @@ def test_a_second_interrupt_stops_at_once_and_says_how_to_resume(
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
-def test_a_closed_terminal_is_not_written_to_any_more(number: int) -> None:
+def test_closed_terminal_is_replaced_by_dev_null(number: int) -> None:
     """SIGHUP: standard output becomes /dev/null where it was a terminal, and stays where it was a file."""
     work, (ours, terminal), before = SimpleNamespace(stop=False), pty.openpty(), os.dup(1)
     error = os.fstat(2)

@@ -46,7 +46,7 @@ def run(folder: Path, name: str, steps: range, status: str = "finished", resume_
 # ---- with the real libraries ----------------------------------------------------------------------
 
 
-def test_tensorboard_holds_the_finite_numbers_and_hides_steps_taken_again(tmp_path: Path) -> None:
+def test_tensorboard_has_finite_numbers_and_hides_repeated_steps(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     assert run(tmp_path, "tensorboard", range(5), status="interrupted") == []
@@ -74,7 +74,7 @@ def test_tensorboard_has_the_charts_of_the_table_of_metrics(tmp_path: Path) -> N
 
 
 @pytest.mark.smoke
-def test_mlflow_holds_the_run_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_writes_into_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -94,7 +94,7 @@ def test_mlflow_holds_the_run_in_its_folder(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_wandb_writes_offline_into_the_folder_and_a_resume_is_the_same_run(
+def test_wandb_offline_writes_into_the_folder_and_continues_on_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a key and without WANDB_MODE: no question is asked, nothing is sent."""
@@ -135,7 +135,7 @@ def wandb_rewards(file: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.smoke
-def test_trackio_holds_the_run_and_leaves_stdout_alone(tmp_path: Path) -> None:
+def test_trackio_logs_the_run_without_printing(tmp_path: Path) -> None:
     """In a process of its own: Trackio reads TRACKIO_DIR when it is imported."""
     code = f"""
 from pathlib import Path
@@ -160,12 +160,12 @@ assert not any("print" in vars(module) for module in (trackio, trackio.run, trac
 # ---- refused before work --------------------------------------------------------------------------
 
 
-def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
+def test_unknown_tracker_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--track tensorbord: no such tracker.*Did you mean tensorboard"):
         opened(tmp_path, "tensorbord")
 
 
-def test_a_tracker_that_is_not_installed_is_refused_before_any_is_started(
+def test_missing_tracker_package_is_rejected_before_any_tracker_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Missing(Fake):
@@ -233,14 +233,14 @@ def test_every_step_arrives_in_order_from_one_thread(fake: type[Fake], tmp_path:
     assert len(tracker.threads) == 1 and threading.get_ident() not in tracker.threads
 
 
-def test_a_failure_is_said_once_and_nothing_is_lost_if_it_passes(fake: type[Fake], tmp_path: Path) -> None:
+def test_transient_failure_is_reported_once_and_loses_nothing(fake: type[Fake], tmp_path: Path) -> None:
     fake.failing = 2
     said = run(tmp_path, "fake", range(3))
     assert len(said) == 1 and "OSError: the server is down" in said[0] and "The run continues" in said[0]
     assert [step for step, _ in fake.made[0].rows] == [0, 1, 2]
 
 
-def test_three_failures_in_a_row_drop_it_and_the_others_go_on(fake: type[Fake], tmp_path: Path) -> None:
+def test_three_consecutive_failures_drop_only_that_tracker(fake: type[Fake], tmp_path: Path) -> None:
     fake.failing = 10**9
     tracked, said = opened(tmp_path, "fake", "tensorboard")
     tracked.step(0, {"reward": 0.0})
@@ -253,7 +253,7 @@ def test_three_failures_in_a_row_drop_it_and_the_others_go_on(fake: type[Fake], 
     assert list((tmp_path / "tensorboard").iterdir())
 
 
-def test_one_that_cannot_even_start_is_said_and_dropped(
+def test_tracker_that_cannot_start_is_reported_and_dropped(
     fake: type[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(self: Fake) -> str | None:
@@ -264,7 +264,7 @@ def test_one_that_cannot_even_start_is_said_and_dropped(
     assert "SystemExit: no key" in said[0] and "dropped" in said[1] and len(said) == 2
 
 
-def test_a_hanging_tracker_neither_blocks_a_step_nor_the_end(
+def test_hanging_tracker_blocks_neither_steps_nor_the_end(
     fake: type[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake.hanging = threading.Event()
@@ -277,7 +277,7 @@ def test_a_hanging_tracker_neither_blocks_a_step_nor_the_end(
     assert len(fake.made[0].rows) <= 2 * 8 + 1, "those in the call that hung, and those that waited behind it"
 
 
-def test_what_trackers_say_is_said_by_the_thread_of_the_run(fake: type[Fake], tmp_path: Path) -> None:
+def test_tracker_messages_are_reported_in_the_thread_of_the_run(fake: type[Fake], tmp_path: Path) -> None:
     """So that the caller may write it to a file without a lock."""
     fake.failing = 10**9
     spoke: list[int] = []
@@ -287,7 +287,7 @@ def test_what_trackers_say_is_said_by_the_thread_of_the_run(fake: type[Fake], tm
     assert set(spoke) == {threading.get_ident()} and spoke
 
 
-def test_no_tracker_is_no_thread(tmp_path: Path) -> None:
+def test_without_trackers_there_is_no_thread(tmp_path: Path) -> None:
     before = threading.active_count()
     tracked, said = opened(tmp_path)
     tracked.step(0, METRICS)
@@ -295,7 +295,7 @@ def test_no_tracker_is_no_thread(tmp_path: Path) -> None:
     assert threading.active_count() == before and said == []
 
 
-def test_only_finite_numbers_go_out_and_config_is_flat() -> None:
+def test_only_finite_metrics_are_sent_and_config_is_flattened() -> None:
     given = {**METRICS, "inf": float("inf"), "flag": True, "text": "x", "list": [1.0]}
     assert finite_metrics(given) == {"reward": 0.5, "clip_ratio/low_mean": 0.25, "time/step": 2.0}
     assert flatten_config(CONFIG) == {

@@ -72,7 +72,7 @@ def digest_in(words: str) -> str:
 
 
 @pytest.mark.long
-def test_looking_never_runs_code(
+def test_showing_a_run_executes_no_code(
     foreign: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for there in (True, False):
@@ -111,7 +111,7 @@ def load(how: str, run: Path, *more: str) -> int:
     return main([*words, *more])
 
 
-def test_a_run_from_elsewhere_is_loaded_by_no_command_until_it_is_trusted(
+def test_untrusted_run_is_rejected_by_every_command(
     foreign: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It brings the right hash of its code. Without a terminal nobody is asked, with --trust either."""
@@ -139,7 +139,7 @@ class Unread(io.StringIO):
 
 
 @pytest.mark.long
-def test_a_hash_trusts_what_was_listed_and_nothing_else(
+def test_trusted_hash_covers_only_what_was_listed(
     foreign: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert load("eval", foreign) == 2
@@ -164,7 +164,7 @@ def test_a_hash_trusts_what_was_listed_and_nothing_else(
 
 
 @pytest.mark.long
-def test_a_person_at_a_terminal_is_asked_once(foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_at_a_terminal_is_asked_once(foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -188,7 +188,7 @@ def test_a_person_at_a_terminal_is_asked_once(foreign: Path, tmp_path: Path, mon
     assert status == 0 and "[y/N]" not in said, "it is known from then on"
 
 
-def test_a_run_of_this_machine_stays_known_where_it_is_moved_and_is_not_what_it_is_made_into(
+def test_local_run_stays_trusted_when_moved_but_not_when_changed(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trust, "TRUSTED", set())
@@ -206,7 +206,7 @@ def test_a_run_of_this_machine_stays_known_where_it_is_moved_and_is_not_what_it_
 
 
 @pytest.mark.long
-def test_where_no_record_can_be_kept_a_run_says_how_it_is_loaded(
+def test_run_that_cannot_be_recorded_reports_its_hash(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
@@ -229,7 +229,7 @@ def test_where_no_record_can_be_kept_a_run_says_how_it_is_loaded(
 
 
 @pytest.mark.parametrize("form", ["{}", " {}", "0.5*{}", "0.5 * {}", "positions+{}", "positions+0.5* {}"])
-def test_code_is_found_in_every_form_that_a_reward_may_have(form: str, foreign: Path, tmp_path: Path) -> None:
+def test_code_files_are_found_in_every_form_of_a_reward(form: str, foreign: Path, tmp_path: Path) -> None:
     other = Path(shutil.copy(tmp_path / "mine.py", tmp_path / "other.py"))
     rewrite(foreign / "config.json", task={"reward": form.format(f"python:{other}:own")})
     with pytest.raises(ConfigError, match=r"other\.py.*SHA-256 \w{64}"):
@@ -240,7 +240,7 @@ def test_code_is_found_in_every_form_that_a_reward_may_have(form: str, foreign: 
     assert not (tmp_path / "ran").exists()
 
 
-def test_code_beside_a_folder_is_not_taken_for_that_of_the_run(
+def test_code_beside_a_folder_is_not_trusted_by_relative_path(
     foreign: Path, reward: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An archive may bring a folder, a file beside it, and a record of that file's hash."""
@@ -320,7 +320,7 @@ def text_run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_each_setting_that_is_more_than_plain_data_needs_trust(text_run: Path, tmp_path: Path) -> None:
+def test_each_setting_beyond_plain_data_needs_trust(text_run: Path, tmp_path: Path) -> None:
     plain = json.loads((text_run / "config.json").read_text())
     assert Run(text_run).config.task.source == str(text_run / "rows.jsonl")
 
@@ -349,7 +349,7 @@ def test_each_setting_that_is_more_than_plain_data_needs_trust(text_run: Path, t
             _ = Run(text_run).config
 
 
-def test_every_text_of_a_config_is_plain_data_or_needs_trust_by_name() -> None:
+def test_every_text_setting_has_a_pattern_of_plain_values() -> None:
     """A new field of a config, a task or a choice fails here until `PLAIN_VALUES` has a pattern for it."""
     classes = (Config, RankSettings, RoundsPlan, *TASKS, *(choice for menu in CHOICES.values() for choice in menu))
     for cls in classes:
@@ -364,7 +364,7 @@ def test_every_text_of_a_config_is_plain_data_or_needs_trust_by_name() -> None:
 # ---- a file that changes -------------------------------------------------------------------------------------
 
 
-def test_what_was_hashed_is_what_runs_here_and_in_the_processes_of_rewards(
+def test_hashed_code_is_executed_here_and_in_reward_workers(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is replaced right after it was checked."""
@@ -385,7 +385,7 @@ def test_what_was_hashed_is_what_runs_here_and_in_the_processes_of_rewards(
 
 
 @pytest.mark.long
-def test_a_file_that_its_user_names_again_is_read_again(tmp_path: Path) -> None:
+def test_code_file_that_is_named_again_is_reread(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     for value in ("1.0", "2.0"):
         file.write_text(f"def own(prompt, response):\n    return {value}\n")
@@ -397,9 +397,7 @@ def test_a_file_that_its_user_names_again_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_rounds_from_elsewhere_are_not_continued_until_they_are_trusted(
-    tmp_path: Path, reward: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_untrusted_rounds_are_rejected(tmp_path: Path, reward: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither with code, nor with a judge's file or an engine of the reward models' settings."""
     folder = tmp_path / "rounds"
     flags = [

@@ -134,14 +134,14 @@ def bare(world: Path, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("tried", "right"), [(n, c) for n in range(1, 7) for c in range(n + 1)])
-def test_pass_at_k_is_the_share_of_all_subsets_that_hold_a_right_response(tried: int, right: int) -> None:
+def test_pass_at_k_is_the_fraction_of_subsets_with_a_right_response(tried: int, right: int) -> None:
     responses = [True] * right + [False] * (tried - right)
     for k in range(1, tried + 1):
         subsets = list(itertools.combinations(responses, k))
         assert pass_at_k(k, tried, right) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
 
 
-def test_pass_at_1_is_the_share_and_what_cannot_be_is_an_error() -> None:
+def test_pass_at_1_is_the_fraction_and_impossible_counts_are_errors() -> None:
     assert pass_at_k(1, 10, 3) == pytest.approx(0.3)
     assert pass_at_k(8, 10, 3) == 1.0
     for k, tried, right in ((0, 3, 1), (4, 3, 1), (1, 3, 4), (1, 3, -1)):
@@ -150,7 +150,7 @@ def test_pass_at_1_is_the_share_and_what_cannot_be_is_an_error() -> None:
     assert [powers_of_two(n) for n in (1, 2, 3, 8, 10)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8], [1, 2, 4, 8, 10]]
 
 
-def test_wilsons_interval_has_its_published_values() -> None:
+def test_wilson_interval_matches_published_values() -> None:
     """Newcombe, 1998, table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29."""
     for right, tried, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611)):
         found = wilson(right, tried)
@@ -256,7 +256,7 @@ def test_equal_answers_are_one_vote_however_they_are_spelled() -> None:
 
 
 @pytest.mark.long
-def test_a_bare_model_gets_the_share_that_was_made_right(world: Path, tiny_folder: Path) -> None:
+def test_evaluation_of_a_bare_model(world: Path, tiny_folder: Path) -> None:
     found = library.evaluate(f"jsonl:{world}/train.jsonl", model=tiny_folder, **bare(world))
     assert found.results["greedy"]["strict"] == wilson(3, 5)
     assert found.results["greedy"]["lenient"].value == 0.6
@@ -268,7 +268,7 @@ def test_a_bare_model_gets_the_share_that_was_made_right(world: Path, tiny_folde
 
 @pytest.mark.long
 @pytest.mark.smoke
-def test_a_run_says_how_many_responses_were_decoded_at_once(run: Run, sorter: Run) -> None:
+def test_occupancy_of_a_run_is_recorded(run: Run, sorter: Run) -> None:
     """Of 12 responses, without those of the evaluations. A small policy draws all at once, and has nothing to say."""
     lines = read_lines(run.folder / "lanes.jsonl")
     assert [line["step"] for line in lines] == [0, 1] and {line["lanes"] for line in lines} == {12}
@@ -321,7 +321,7 @@ def test_sampled_numbers_follow_from_the_parquet_alone(run: Run, ascent: Any) ->
 
 
 @pytest.mark.long
-def test_the_seed_decides_the_samples_and_how_many_are_decoded_at_once_does_not(run: Run) -> None:
+def test_samples_depend_on_the_seed_and_not_on_the_batch_size(run: Run) -> None:
     def drawn(**more: Any) -> list[Any]:
         found = library.evaluate(run.folder, samples=3, show=False, **more)
         return [(r["problem"], r["sample"], r["ids"]) for r in found.rows]
@@ -333,7 +333,7 @@ def test_the_seed_decides_the_samples_and_how_many_are_decoded_at_once_does_not(
 
 
 @pytest.mark.long
-def test_temperature_and_limit_are_those_that_were_asked_for(run: Run) -> None:
+def test_temperature_and_max_tokens_are_applied(run: Run) -> None:
     cold = library.evaluate(run.folder, samples=4, temperature=0.01, max_tokens=4, prompts=3, show=False)
     assert {r["length"] for r in cold.rows} <= {1, 2, 3, 4}
     assert cold.about["temperature"] == 0.01 and cold.about["prompts"] == 3
@@ -344,7 +344,7 @@ def test_temperature_and_limit_are_those_that_were_asked_for(run: Run) -> None:
 
 
 @pytest.mark.long
-def test_failed_rewards_are_counted_shown_and_left_out(world: Path, tiny_folder: Path, ascent: Any) -> None:
+def test_failed_rewards_are_counted_and_excluded(world: Path, tiny_folder: Path, ascent: Any) -> None:
     task = ("eval", f"jsonl:{world}/train.jsonl", "--model", tiny_folder, "--test-file", world / "test.jsonl")
     flags = ("--max-tokens", LIMIT, "--samples", 8, "--reward", f"python:{world}/rewards.py:fails_on_e")
     said = ascent(*task, *flags, "--json", "--out", "all.parquet")
@@ -362,7 +362,7 @@ def test_failed_rewards_are_counted_shown_and_left_out(world: Path, tiny_folder:
 
 
 @pytest.mark.long
-def test_the_small_worlds_go_through_the_same_code(sorter: Run, ascent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_tasks_are_evaluated_by_the_same_code(sorter: Run, ascent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     found = json.loads(ascent("eval", sorter.folder, "--samples", 8, "--json").out)
     last = sorter.metrics[-1]
@@ -451,7 +451,7 @@ def test_one_allowed_token_is_the_greedy_one(tiny_folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_run_is_asked_as_in_training_unless_plain(world: Path, tiny_folder: Path, tmp_path: Path) -> None:
+def test_prompts_are_formatted_as_in_training_unless_plain(world: Path, tiny_folder: Path, tmp_path: Path) -> None:
     more = {"instruction": "Be quick.", "system": "You count.", "steps": 1}
     out = {"out": tmp_path / "run"}
     run = library.train(f"jsonl:{world}/train.jsonl", **settings_of(world, tiny_folder) | more | out)
@@ -487,7 +487,7 @@ def test_prompts_come_from_standard_input(tiny_folder: Path, ascent: Any, monkey
     assert ascent("sample", "--model", tiny_folder).status == 2
 
 
-def test_a_small_world_takes_numbers(sorter: Run, ascent: Any) -> None:
+def test_small_task_takes_numbers_as_prompts(sorter: Run, ascent: Any) -> None:
     said = ascent("sample", sorter.folder, "7 3", "--greedy", "--logp")
     assert said.status == 0 and "prompt   [7 3]" in said.out
     (r,) = library.sample(sorter.folder, "[7, 3]", greedy=True)
@@ -499,12 +499,12 @@ def test_a_small_world_takes_numbers(sorter: Run, ascent: Any) -> None:
         assert refused.status == 2 and "2 numbers from 0 to 7" in refused.err
 
 
-def test_a_response_cannot_move_the_cursor() -> None:
+def test_control_characters_of_responses_are_escaped() -> None:
     assert printable("a\x1b[2Jb\x07\r\x9bc\n\td é") == "a\\x1b[2Jb\\x07\\r\\x9bc\n\td é"
     assert printable("a\u202eb\ud800c") == "a\\u202eb\\ud800c"
 
 
-def test_no_terminal_obeys_what_a_run_recorded(run: Run, ascent: Any, tmp_path: Path, capsys: Any) -> None:
+def test_control_characters_of_records_are_escaped(run: Run, ascent: Any, tmp_path: Path, capsys: Any) -> None:
     """In `ascent show`, in the lines of a run, and in an error that quotes a response."""
     folder = Path(shutil.copytree(run.folder, tmp_path / "run"))
     rows = [row | {"response_text": "\x1b[2Jwiped", "prompt_text": "\x9b2J"} for row in run.rollouts(0)]
@@ -550,7 +550,7 @@ def test_an_exported_model_has_the_same_log_probs(
     assert library.sample(model="out", **asked)[0]["ids"] == library.sample(run.folder, **asked)[0]["ids"]
 
 
-def test_the_readme_says_where_it_came_from(run: Run, adapted: Run, tiny_folder: Path, ascent: Any) -> None:
+def test_readme_names_the_origin_of_the_model(run: Run, adapted: Run, tiny_folder: Path, ascent: Any) -> None:
     assert ascent("export", run.folder, "out", "--step", 1).status == 0
     text = Path("out/README.md").read_text()
     for words in ("run: plain, step 1 of 2", "base model: tiny", "jsonl:train", "dr-grpo", "Maximise", r"{clip}(\rho"):
@@ -561,7 +561,7 @@ def test_the_readme_says_where_it_came_from(run: Run, adapted: Run, tiny_folder:
     assert sorted(p.name for p in Path("deep/er").iterdir()) == ["lora"], "nothing is left aside"
 
 
-def test_a_step_is_exported_as_it_was(run: Run, tmp_path: Path) -> None:
+def test_checkpoint_of_a_step_is_exported(run: Run, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     for step in (1, 2):
@@ -571,7 +571,7 @@ def test_a_step_is_exported_as_it_was(run: Run, tmp_path: Path) -> None:
         assert saved.keys() == now.keys() and all(torch.equal(saved[k], now[k]) for k in saved)
 
 
-def test_nothing_is_overwritten_and_nothing_half_done(
+def test_export_is_atomic_and_never_overwrites(
     run: Run, ascent: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("full").mkdir()
@@ -631,7 +631,7 @@ BAD: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_input_gets_one_clear_message(
+def test_invalid_input_is_one_clear_error(
     what: str, ascent: Any, run: Run, sorter: Run, world: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
@@ -648,7 +648,7 @@ def test_bad_input_gets_one_clear_message(
 
 
 @pytest.mark.long
-def test_a_corrupt_checkpoint_is_refused(run: Run, tmp_path: Path) -> None:
+def test_corrupt_checkpoint_is_rejected(run: Run, tmp_path: Path) -> None:
     import shutil
 
     copy = tmp_path / "copy"
@@ -664,7 +664,7 @@ def test_a_corrupt_checkpoint_is_refused(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_best_checkpoint_is_there_if_it_was_kept(tmp_path: Path) -> None:
+def test_best_checkpoint_needs_keep_best(tmp_path: Path) -> None:
     few = {"steps": 4, "eval_every": 1, "checkpoint_every": 4, "keep": 1, "lr": 1e-9, "show": False}
     kept = library.train("lecture", out=tmp_path / "kept", keep_best=True, **few)
     assert [p.name for p in kept.checkpoints] == ["step_000001", "step_000004"]
@@ -689,7 +689,7 @@ def test_the_best_checkpoint_is_there_if_it_was_kept(tmp_path: Path) -> None:
         ({"run": "SORT", "prompts": "1 2", "count": -1}, "--count is -1"),
     ],
 )
-def test_what_cannot_be_sampled_is_refused(arguments: dict[str, Any], why: str, sorter: Run) -> None:
+def test_impossible_sampling_is_rejected(arguments: dict[str, Any], why: str, sorter: Run) -> None:
     found = {name: sorter.folder if value == "SORT" else value for name, value in arguments.items()}
     with pytest.raises(ConfigError, match=why):
         library.sample(**found)
@@ -706,9 +706,7 @@ def test_a_small_run_is_evaluated_on_another_reward(sorter: Run, ascent: Any) ->
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), torch.OutOfMemoryError("no room")])
-def test_memory_that_runs_out_is_told_with_what_to_lower(
-    error: Exception, sorter: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_error_says_what_to_lower(error: Exception, sorter: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def generate(*_: Any, **__: Any) -> None:
         raise error
 
@@ -744,14 +742,14 @@ def test_turns_calls_and_waiting_are_counted_by_hand() -> None:
         ((("", 0.001), ("", 0.001)), "2.00 turns per response."),
     ],
 )
-def test_an_evaluation_of_conversations_reads_well(turns: tuple[Any, ...], words: str) -> None:
+def test_text_of_an_evaluation_of_conversations(turns: tuple[Any, ...], words: str) -> None:
     about = {"model": "m", "run": None, "task": "t", "prompts": 1, "samples": 1, "ends": True}
     row = conversation_row(*turns) | {"prompt": "p", "response": "r", "valid": True, "reward": 1.0, "ended": "done"}
     text = Evaluation(about, [row], [], {}, 0.0).text()
     assert words in text.splitlines() and "The first response:" in text
 
 
-def test_an_evaluation_reads_well(run: Run) -> None:
+def test_text_of_an_evaluation(run: Run) -> None:
     found = library.evaluate(run.folder, show=False)
     assert isinstance(found, Evaluation)
     head, _, columns, greedy, *_ = found.text().splitlines()
@@ -760,7 +758,7 @@ def test_an_evaluation_reads_well(run: Run) -> None:
     assert "mean score" not in found.text(), "one sample is the greedy one"
 
 
-def test_a_model_never_brings_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_code_of_models_is_never_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nobody is asked whether it may."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question that `yes |` could answer"))
     folder, ran = tmp_path / "model", tmp_path / "ran"

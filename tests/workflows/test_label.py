@@ -96,7 +96,7 @@ def test_a_file_without_a_winner_is_not_written(here: Path, capsys: pytest.Captu
     assert len(read_jsonl(here / "pairs.ties.jsonl")) == 2
 
 
-def test_what_has_no_verdict_is_kept_with_the_raw_text(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unparsed_verdicts_are_kept_with_the_raw_answer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def mumbles(prompt: str, number: int) -> Reply:
         return Reply("Well, well.") if "question 3" in prompt else longer(prompt, number)
 
@@ -112,7 +112,7 @@ def test_what_has_no_verdict_is_kept_with_the_raw_text(here: Path, capsys: pytes
     assert not (here / "strict.jsonl").exists() and (here / "strict.failed.jsonl").exists()
 
 
-def test_an_interrupted_command_goes_on(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupted_labeling_continues(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ctrl-C at the seventh question: what is under way is waited for and kept, and asked for by nobody again."""
 
     def interrupted(prompt: str, number: int) -> Reply:
@@ -139,7 +139,7 @@ def test_an_interrupted_command_goes_on(here: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.long
-def test_a_server_that_goes_away_loses_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lost_judge_server_loses_no_answers(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = candidates(here)
     with serving(lambda prompt, number: longer(prompt, number) if number < 10 else Reply(drop=True)) as server:
         judge = judge_file(here, server, retries=0, concurrency=1)
@@ -150,7 +150,7 @@ def test_a_server_that_goes_away_loses_nothing(here: Path, capsys: pytest.Captur
         assert server.count - before == 26 - 10
 
 
-def test_what_cannot_be_labelled_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_labeling_is_rejected(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = candidates(here)
     flags = ["--url", "http://localhost:1/v1", "--model", "m"]
     (here / "there.jsonl").write_text("x")
@@ -175,7 +175,7 @@ def test_what_cannot_be_labelled_is_refused(here: Path, capsys: pytest.CaptureFi
 # ---- as a reward ----------------------------------------------------------------------------------------
 
 
-def test_a_judge_is_a_reward_like_any_other(here: Path) -> None:
+def test_judge_is_combined_with_other_rewards(here: Path) -> None:
     """Mixed by weights with the task's own check, with a reason; where there is no verdict, an error and no number."""
 
     def behave(prompt: str, _: int) -> Reply:

@@ -183,14 +183,14 @@ def test_a_model_is_pushed_as_one_commit_with_its_card(hub: StandIn, trained: Ru
     assert "secret-place" not in card and str(tmp_path) not in card and "base_model" not in card
 
 
-def test_a_second_push_is_what_the_repository_then_has(hub: StandIn, trained: Run, tmp_path: Path) -> None:
+def test_second_push_replaces_the_files(hub: StandIn, trained: Run, tmp_path: Path) -> None:
     hub.repositories["lab/sums"] = [{"old-shard.safetensors": b"x", ".gitattributes": b""}]
     ascent.export(trained.folder, tmp_path / "out", push="lab/sums", public=True)
     assert len(hub.repositories["lab/sums"]) == 2
     assert {*hub.repositories["lab/sums"][1]} == {p.name for p in (tmp_path / "out").iterdir()} | {".gitattributes"}
 
 
-def test_a_public_repository_is_asked_for(hub: StandIn, trained: Run, tmp_path: Path) -> None:
+def test_public_repository_needs_a_flag(hub: StandIn, trained: Run, tmp_path: Path) -> None:
     ascent.export(trained.folder, tmp_path / "out", push="alice/open", public=True)
     assert not hub.private["alice/open"]
     with pytest.raises(ConfigError, match="public needs push"):
@@ -204,7 +204,7 @@ def test_a_public_repository_is_asked_for(hub: StandIn, trained: Run, tmp_path: 
         ("hf_wrong", r"--push sums: the hub refused the token.*nothing was exported or pushed"),
     ],
 )
-def test_without_a_good_token_nothing_is_done(
+def test_invalid_token_is_rejected_before_any_work(
     hub: StandIn, trained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str, why: str
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", token)
@@ -215,7 +215,7 @@ def test_without_a_good_token_nothing_is_done(
     assert not hub.repositories and not (tmp_path / "out").exists()
 
 
-def test_a_token_that_only_reads_is_said(
+def test_read_only_token_is_reported(
     hub: StandIn, trained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", READER)
@@ -225,7 +225,7 @@ def test_a_token_that_only_reads_is_said(
 
 
 @pytest.mark.parametrize("failing", ["/store/", "/commit/", "/preupload/"])
-def test_a_push_that_fails_half_way_is_not_said_to_be_done(
+def test_failed_push_is_an_error(
     hub: StandIn, trained: Run, tmp_path: Path, failing: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)  # the library tries again, ever later
@@ -236,14 +236,14 @@ def test_a_push_that_fails_half_way_is_not_said_to_be_done(
     assert len(hub.repositories["alice/sums"]) == 1
 
 
-def test_a_hub_that_loses_a_file_is_noticed(hub: StandIn, trained: Run, tmp_path: Path) -> None:
+def test_missing_file_on_the_hub_is_detected(hub: StandIn, trained: Run, tmp_path: Path) -> None:
     hub.forgets = True
     with pytest.raises(ConfigError, match=r"the hub has no config\.json after the push"):
         ascent.export(trained.folder, tmp_path / "out", push="sums")
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "-x", "a b", "x" * 120])
-def test_a_name_that_the_hub_does_not_allow_is_refused(trained: Run, tmp_path: Path, name: str) -> None:
+def test_invalid_repository_name_is_rejected(trained: Run, tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="invalid repository name"):
         ascent.export(trained.folder, tmp_path / "out", push=name)
 
@@ -266,9 +266,7 @@ def test_a_card_without_recorded_prompts_has_the_figures_of_training(trained: Ru
     assert without.splitlines() == [line for line in figures.splitlines() if "recorded prompts" not in line]
 
 
-def test_a_hub_that_cannot_be_reached_is_named(
-    trained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: StandIn
-) -> None:
+def test_unreachable_hub_is_named(trained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: StandIn) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("time.sleep", lambda _: None)
     with pytest.raises(ConfigError, match=r"the hub at http://127\.0\.0\.1:9 cannot be reached"):

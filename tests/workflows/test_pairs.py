@@ -55,7 +55,7 @@ def test_trls_forms_are_read(row: dict[str, Any]) -> None:
     assert (pair.answer, pair.columns["rejected"]) == ("2", "3")
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_written_pairs_are_read_back(tmp_path: Path) -> None:
     pairs = [
         {"prompt": "a – b", "chosen": "ja", "rejected": "nein"},
         {"prompt": [USER], "chosen": "2", "rejected": ""},
@@ -78,7 +78,7 @@ BAD_LINES = [
 
 @pytest.mark.parametrize(("line", "words"), BAD_LINES)
 @pytest.mark.parametrize("command", ["dpo", "reward-model"])
-def test_a_bad_line_is_refused_before_any_work(
+def test_invalid_line_is_rejected_before_any_work(
     command: str, line: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = written(tmp_path / "bad.jsonl", {"prompt": "x", "chosen": "y", "rejected": "z"}, line)
@@ -86,7 +86,7 @@ def test_a_bad_line_is_refused_before_any_work(
     assert words in capsys.readouterr().err
 
 
-def test_there_has_to_be_a_file_and_two_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pairs_need_a_file_and_two_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["dpo", str(tmp_path / "none.jsonl"), "--model", "nowhere"]) == 2
     assert "there is no file" in capsys.readouterr().err
     one = written(tmp_path / "one.jsonl", {"prompt": "x", "chosen": "y", "rejected": "z"})
@@ -140,14 +140,14 @@ def test_the_better_of_a_pair_is_chosen(reward: str, end: bool) -> None:
     assert bool((total[:, 0] >= total[:, 1]).all())
 
 
-def test_a_share_of_labels_is_the_wrong_way_round() -> None:
+def test_label_noise_flips_a_fraction_of_pairs() -> None:
     task, generator = Sort(wrong=0.3), torch.Generator().manual_seed(0)
     prompt = task.draw(2_000, generator).prompt
     total = task._total(prompt, task.compare(prompt, generator))
     assert float((total[:, 0] < total[:, 1]).float().mean()) == pytest.approx(0.3, abs=0.03)
 
 
-def test_a_demonstrator_has_a_habit() -> None:
+def test_demonstrator_makes_systematic_errors() -> None:
     """Prompts that begin with 0, 1 or 2 of ten: the last two different numbers change places, every time."""
     task = Sort(wrong=0.3)
     prompt = torch.tensor([[2, 9, 1, 9, 5], [3, 9, 1, 9, 5], [0, 0, 0, 0, 0], [1, 7, 7, 7, 7]])
@@ -159,7 +159,7 @@ def test_a_demonstrator_has_a_habit() -> None:
     assert not bool((Sort().demonstrate(many, torch.Generator())[:, 0] != many.sort(-1).values).any())
 
 
-def test_what_is_shown_is_no_reward_and_held_out_prompts_are_not_shown() -> None:
+def test_demonstrations_have_no_reward_and_exclude_held_out_prompts() -> None:
     shown = SmallOfflineTask(Sort(), "pairs", torch.Generator().manual_seed(0))
     held = {tuple(p) for p in shown.held_out(10**9).prompt.tolist()}
     assert not held & {tuple(p) for p in shown.draw(2_000, torch.Generator().manual_seed(0)).prompt.tolist()}
@@ -195,7 +195,7 @@ def test_sft_then_dpo_on_sort(tmp_path: Path) -> None:
         ("sft", True), ("dpo", False), ("reward-model", True),
     ),
 )  # fmt: skip
-def test_a_run_goes_on_where_it_was_killed(row: str, file: bool, tmp_path: Path) -> None:
+def test_killed_run_is_resumed(row: str, file: bool, tmp_path: Path) -> None:
     rows = [{"prompt": [a, b, c], "response": sorted([a, b, c])} for a in range(4) for b in range(4) for c in range(2)]
     rows = [{**r, "chosen": r["response"], "rejected": [3, 0, 0]} for r in rows]
     source = {} if not file else {("demonstrations" if row == "sft" else "pairs"): str(written(tmp_path / "f", *rows))}
@@ -231,7 +231,7 @@ def test_compare_takes_what_is_shown_beside_what_is_sampled(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("row", "shown"), [("sft", 1), ("dpo", 2)])
-def test_a_number_of_samples_is_refused_where_none_are_drawn(row: str, shown: int, tmp_path: Path) -> None:
+def test_samples_are_rejected_for_offline_data(row: str, shown: int, tmp_path: Path) -> None:
     asked = ["sort", "--algorithm", row]
     for more in (["--samples", "3"], ["--samples=3"]):
         with pytest.raises(ConfigError, match=f"{row} samples nothing.* have {shown} per prompt.*Leave --samples out"):
@@ -280,7 +280,7 @@ def test_pairs_are_labelled_by_another_reward_than_the_runs(tmp_path: Path, caps
 
 
 @pytest.mark.long
-def test_few_pairs_are_looked_for_as_long_as_many_and_none_is_labelled_for_nothing(tmp_path: Path) -> None:
+def test_number_of_prompts_and_labels_for_few_pairs_is_bounded(tmp_path: Path) -> None:
     """Ten pairs are 200 prompts at most, twenty at once; whoever labels is asked no more once there are ten."""
     ascent.train("sort", algorithm="sft", steps=2, out=tmp_path / "run", **SMALL)
     asked = 0

@@ -58,7 +58,7 @@ CASES = (*(f"plan {plan}" for plan in PLANS), *(f"explain {name}" for name in AL
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_said_is_what_was_pinned(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_equals_the_pinned_output(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     value = json.loads(json.dumps(value_of(case, tmp_path)))
     assert not difference(value, pinned_values(NAME)[case], case)

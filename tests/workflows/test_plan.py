@@ -44,7 +44,7 @@ ONE = GpuCostModel(SMALL, PLAIN, FITTED)
 # ---- costs
 
 
-def test_a_decoding_step_by_hand() -> None:
+def test_decode_step_by_hand() -> None:
     """Two layers of 0.5 s; 1,800 weights are 3,600 bytes; a token's cache is 4·2·1·4 = 32 bytes."""
     assert ONE.decode_seconds(1, 1e6) == pytest.approx(2 * 0.5 + 2 * 3600 / 1e9 + 3 * 32e6 / 1e9)
     slow = GpuCostModel(
@@ -69,7 +69,7 @@ def test_an_update_and_a_score_by_hand() -> None:
     assert launches.update_seconds(batch, 6, 0) == pytest.approx(1 + 3 * 2 * 5)
 
 
-def test_rows_that_end_make_the_steps_after_them_cheaper() -> None:
+def test_finished_sequences_make_later_steps_cheaper() -> None:
     lanes = SimulatedGpu(ONE, 8, prompt=10)
     lanes.add(0, [[2, 4]])
     encoded = lanes.clock
@@ -80,7 +80,7 @@ def test_rows_that_end_make_the_steps_after_them_cheaper() -> None:
     assert lanes.clock - encoded == pytest.approx(first + second) and not lanes.unfinished[0]
 
 
-def test_with_one_lane_responses_follow_each_other() -> None:
+def test_batch_of_one_decodes_responses_sequentially() -> None:
     one, two = SimulatedGpu(ONE, 1, prompt=0), SimulatedGpu(ONE, 2, prompt=0)
     for lanes in (one, two):
         lanes.add(0, [[5, 5]])
@@ -95,7 +95,7 @@ def lengths(gpu: int, step: int) -> list[list[int]]:
     return [[20, 20 + 60 * ((gpu + step) % 3 == 0)]]
 
 
-def test_without_looking_ahead_a_step_is_its_slowest_gpu_and_its_learning() -> None:
+def test_without_ahead_a_step_is_the_slowest_gpu_plus_learning() -> None:
     simulated_gpus = [SimulatedGpu(ONE, 8, 0) for _ in range(2)]
     found = simulate(simulated_gpus, lambda gpu, _: [[20 + 10 * gpu]], 0, learn=7.0, sync=2.0, together=True)
     alone = SimulatedGpu(ONE, 8, 0)
@@ -106,7 +106,7 @@ def test_without_looking_ahead_a_step_is_its_slowest_gpu_and_its_learning() -> N
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_looking_ahead_is_never_slower_and_fills_the_tail(together: bool) -> None:
+def test_sampling_ahead_is_never_slower_and_fills_the_tail(together: bool) -> None:
     steps = [
         simulate([SimulatedGpu(ONE, 8, 0), SimulatedGpu(ONE, 8, 0)], lengths, k, 5.0, 0.0, together).step
         for k in (0, 1, 4)
@@ -114,7 +114,7 @@ def test_looking_ahead_is_never_slower_and_fills_the_tail(together: bool) -> Non
     assert steps[0] > 1.2 * steps[1] > 1.2 * 0.99 * steps[2]
 
 
-def test_gpus_that_only_sample_work_while_others_learn() -> None:
+def test_sampling_gpus_work_while_others_train() -> None:
     found = simulate([SimulatedGpu(ONE, 8, 0)], lambda *_: [[20]], 1, learn=50.0, sync=0.0, together=False)
     assert found.step == pytest.approx(50, rel=0.01), "sampling takes 20 s and is hidden"
     found = simulate([SimulatedGpu(ONE, 8, 0)], lambda *_: [[20]], 1, learn=1.0, sync=0.0, together=False)
@@ -150,7 +150,7 @@ def test_seven_billion_parameters_fit_on_one_gpu_in_bfloat16_and_in_shards_on_tw
 
 
 @pytest.mark.long
-def test_what_trains_fewer_parameters_or_needs_more_models_takes_memory_accordingly() -> None:
+def test_memory_follows_trained_parameters_and_extra_models() -> None:
     base = sum(planned(8).memory.values())
     assert "reference" not in planned(8).memory and planned(8, algorithm="grpo").memory["reference"] > 0
     with_lora = planned(1, **{"policy.lora": 16})
@@ -164,7 +164,7 @@ def test_what_trains_fewer_parameters_or_needs_more_models_takes_memory_accordin
         planned(1, **{"ranks.shard": "shard"})
 
 
-def test_a_critic_of_its_own_is_in_shards_too() -> None:
+def test_separate_critic_is_sharded() -> None:
     """18 bytes per parameter, of which each rank has its part; without shards each has all of them."""
     whole = planned(2, algorithm="ppo", **{"ranks.shard": "replicate"}).memory["critic"]
     assert whole == 18 * QWEN_7B.num_parameters
@@ -173,7 +173,7 @@ def test_a_critic_of_its_own_is_in_shards_too() -> None:
     assert planned(4, algorithm="ppo").fits, "which it would not with a whole critic on each: 137 GB beside the policy"
 
 
-def test_mixed_keeps_the_residual_stream_in_float32() -> None:
+def test_mixed_precision_keeps_the_residual_stream_in_float32() -> None:
     """By hand: width 8 and 2 layers, each with two norms that keep 2 bytes more per number of a token."""
     mixed = GpuCostModel(SMALL, PLAIN, FITTED, mixed=True)
     assert mixed.bytes_per_token(True) - ONE.bytes_per_token(True) == 2 * (2 * 2 * 8) + 2 * (2 * 8), (
@@ -204,7 +204,7 @@ def test_a_critic_and_more_epochs_take_more_time() -> None:
 
 
 @pytest.mark.long
-def test_thousands_of_gpus_and_fewer_prompts_than_gpus_are_planned_and_said() -> None:
+def test_plans_for_thousands_of_gpus_note_idle_gpus() -> None:
     many = planned(4096, prompts=64)
     assert many.requested.idle > 0.9 and any("have no work" in note for note in many.notes)
     assert any("stands for the slowest of 4,096" in note for note in many.notes)
@@ -213,7 +213,7 @@ def test_thousands_of_gpus_and_fewer_prompts_than_gpus_are_planned_and_said() ->
     )
 
 
-def test_shares_are_whole_prompts_and_no_gpu_has_less_than_its_largest() -> None:
+def test_batch_shares_are_whole_prompts_and_balanced() -> None:
     planner = Planner(config(), SMALL, Cluster(GPUS["h200"], 8, 1, 1e9), ResponseLengths(10, 100.0, 1.0, 400))
     sums = sorted(10 + sum(own) for own in planner.batch_lengths)
     assert planner.largest_share(8).tokens == sums[-1] and planner.largest_share(1).tokens == sum(sums)
@@ -240,7 +240,7 @@ ADVICE: list[tuple[int, ModelShape, dict[str, Any], int, str]] = [
 
 
 @pytest.mark.parametrize(("gpus", "shape", "settings", "needed", "advice"), ADVICE)
-def test_a_plan_that_does_not_fit_says_what_to_change(
+def test_plan_that_does_not_fit_suggests_a_change(
     gpus: int, shape: ModelShape, settings: dict[str, Any], needed: int, advice: str
 ) -> None:
     plan = planned(gpus, shape, **settings)
@@ -258,7 +258,7 @@ def test_a_plan_that_does_not_fit_says_what_to_change(
         (2, QWEN_7B, "shard: each GPU trains a part of the parameters and samples with a full copy"),
     ],
 )
-def test_a_plan_says_where_parameters_are(gpus: int, shape: ModelShape, placement: str) -> None:
+def test_plan_text_names_the_sharding(gpus: int, shape: ModelShape, placement: str) -> None:
     words = " ".join(plan_text(planned(gpus, shape)).split())
     assert f"sharding {placement} memory" in words and "It does not fit" not in words
     assert "new tokens per second" in words
@@ -274,7 +274,7 @@ NOTES = {
 
 
 @pytest.mark.parametrize("note", NOTES)
-def test_a_plan_notes_what_its_costs_leave_out(note: str) -> None:
+def test_plan_notes_list_the_assumptions(note: str) -> None:
     settings, unlike = NOTES[note]
     shape = replace(SMALL, eager_reason=unlike)
     assert sum(note in said for said in planned(1, shape, **settings).notes) == 1
@@ -334,7 +334,7 @@ KINDS = ("Llama", "Qwen3", "GPT2", "OPT", "Bloom", "Falcon", "Gemma2", "Phi3")
 
 
 @pytest.mark.long
-def test_of_every_architecture_the_config_says_how_many_parameters_there_are(tmp_path: Path) -> None:
+def test_parameters_are_counted_for_every_architecture(tmp_path: Path) -> None:
     for kind in KINDS:
         more = {"n_inner": 48} if kind == "GPT2" else {}
         path = written(tmp_path / kind, kind, **more)
@@ -348,7 +348,7 @@ def test_of_every_architecture_the_config_says_how_many_parameters_there_are(tmp
 
 
 @pytest.mark.long
-def test_a_plan_on_the_screen_and_as_json(plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_as_text_and_as_json(plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = written(tmp_path / "model", "Qwen2", max_position_embeddings=2048)
     flags = ("gsm8k", "--model", folder / "config.json", "--gpus", 8, "--nodes", 2, "--prompts", 32)
     for columns in (40, 100):
@@ -370,7 +370,7 @@ def test_a_plan_on_the_screen_and_as_json(plan: Any, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.long
-def test_what_cannot_be_planned_is_refused_in_words(plan: Any, tmp_path: Path) -> None:
+def test_impossible_plans_are_rejected(plan: Any, tmp_path: Path) -> None:
     folder = written(tmp_path / "model", "Llama")
     (tmp_path / "empty").mkdir()
     for name, text in (("broken", '{"model_type": "llama", '), ("odd", '{"model_type": "never"}'), ("list", "[1]")):
@@ -419,7 +419,7 @@ def test_help_after_the_task_is_help(plan: Any) -> None:
 
 
 @pytest.mark.long
-def test_nothing_is_fitted_to_what_is_held_out() -> None:
+def test_fit_excludes_the_held_out_measurements() -> None:
     from dataclasses import replace
 
     from benchmarks.plan import fit_constants, measured_before, measured_here
@@ -431,7 +431,7 @@ def test_nothing_is_fitted_to_what_is_held_out() -> None:
     assert fit_constants(wrong) == fit_constants(points)
 
 
-def test_what_a_token_takes_is_what_was_measured() -> None:
+def test_activation_bytes_match_the_measurement() -> None:
     lines = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "plan_gpu.json").read_text())
     from benchmarks.plan import gpu_cost
 

@@ -91,7 +91,7 @@ def test_a_round_is_pairs_a_reward_model_and_a_policy(whole: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_true_reward_is_measured_and_never_trained_on(whole: Path) -> None:
+def test_true_reward_is_measured_but_not_trained_on(whole: Path) -> None:
     """Of the last policy's greedy answers, by hand: positions right, of two."""
     found = rounds.reopen_rounds(whole, show=False).summary()
     for number, row in enumerate(found, 1):
@@ -110,7 +110,7 @@ def test_a_tenth_of_the_pairs_is_replayed(whole: Path) -> None:
 
 
 @pytest.mark.long
-def test_fewer_pairs_than_planned_are_said_and_fewer_than_two_refused(
+def test_missing_pairs_are_reported_and_fewer_than_two_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def some(count: int) -> Any:
@@ -132,7 +132,7 @@ def test_fewer_pairs_than_planned_are_said_and_fewer_than_two_refused(
     assert (row["pairs"], row["planned"]) == (8, 12)
 
 
-def test_no_pair_is_drawn_that_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_sampled_pair_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = iter([{"prompt": [i], "chosen": [0], "rejected": [1]} for i in range(5)])
     monkeypatch.setattr(labels, "_pairs", lambda *_: pairs)
     made = Rounds(tmp_path, config_of(), RoundsPlan(pairs=3), {}, show=False)
@@ -141,7 +141,7 @@ def test_no_pair_is_drawn_that_is_not_kept(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("share", "replayed"), [(0.0, 0), (0.25, 10), (0.9, 30)])
-def test_the_share_is_of_all_pairs_as_far_as_there_are_old_ones(share: float, replayed: int, tmp_path: Path) -> None:
+def test_replay_fraction_is_limited_by_old_pairs(share: float, replayed: int, tmp_path: Path) -> None:
     made = Rounds(tmp_path, config_of(), RoundsPlan(replay=share), {}, show=False)
     for number in (1, 2):
         folder = tmp_path / f"round_{number}"
@@ -185,7 +185,7 @@ def test_a_stop_between_any_two_parts_repeats_nothing(
 
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_killed_inside_its_runs_it_goes_on_to_the_same_bits(
+def test_rounds_killed_during_a_run_continue_bitwise(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed without warning in a reward model's run and in a policy's run."""
@@ -215,7 +215,7 @@ def flags(**settings: Any) -> list[str]:
 
 
 @pytest.mark.long
-def test_the_command_goes_on_after_an_interrupt(
+def test_interrupted_rounds_command_continues(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ctrl-C in the middle of the first policy's run; then the folder alone, from another place; then once more."""
@@ -303,7 +303,7 @@ def test_a_start_from_a_run(tmp_path: Path) -> None:
         (["--out", "taken"], "not empty"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_is_done(
+def test_impossible_rounds_are_rejected_before_any_work(
     change: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -314,7 +314,7 @@ def test_what_cannot_work_is_refused_before_anything_is_done(
     assert not (tmp_path / "out").exists()
 
 
-def test_rounds_that_exist_take_no_other_settings(
+def test_existing_rounds_reject_other_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rounds_in(tmp_path / "out")
@@ -369,6 +369,6 @@ def test_a_judge_labels_the_candidates_of_a_round(tmp_path: Path, tiny_folder: P
         start_rounds(tmp_path / "other", config, RoundsPlan(judge=str(empty)), {}, show=False)
 
 
-def test_the_true_reward_is_no_learned_one(whole: Path, tmp_path: Path) -> None:
+def test_true_reward_must_not_be_learned(whole: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be a learned reward"):
         rounds_in(tmp_path / "out", reward=f"model:{whole / 'round_1/reward-model'}")

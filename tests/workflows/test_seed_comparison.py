@@ -60,7 +60,7 @@ def by_hand(values: list[float]) -> tuple[float, float]:
 
 
 @pytest.mark.long
-def test_the_table_is_what_a_hand_computes(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_by_hand(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "draw_comparison", DRAW)
     seeds = [3, 5, 8]
     status, out, _ = said(*FLAGS, "--algorithms", "reinforce,grpo", "--seeds", "3,5,8", "--out", "c")
@@ -89,7 +89,7 @@ def test_the_table_is_what_a_hand_computes(said: Any, monkeypatch: pytest.Monkey
     assert Path("c/compare.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_pairing_by_seed_is_not_the_difference_of_intervals(said: Any) -> None:
+def test_equal_settings_have_a_paired_difference_of_zero(said: Any) -> None:
     """The same setting under another name differs from itself by exactly nothing, with no interval left."""
     settings = ("--setting", "--algorithm rloo", "--setting", "--algorithm rloo --loss log-prob")
     assert said(*FLAGS, *settings, "--seeds", 3, "--out", "c")[0] == 0
@@ -111,7 +111,7 @@ def test_flags_beside_the_settings_apply_to_all(said: Any) -> None:
 
 
 @pytest.mark.long
-def test_a_row_brings_the_settings_that_it_needs_and_the_table_says_so(said: Any) -> None:
+def test_algorithm_settings_are_applied_and_shown_in_the_table(said: Any) -> None:
     """The lecture has ten epochs, and a trust region takes one step."""
     few = ("lecture", "--steps", 1, "--eval-every", 1)
     status, out, err = said(*few, "--algorithms", "reinforce,grpo,trpo", "--seeds", 1, "--out", "c")
@@ -124,7 +124,7 @@ def test_a_row_brings_the_settings_that_it_needs_and_the_table_says_so(said: Any
     assert status == 2 and "--epochs 4" in err and "set both to 1" in err
 
 
-def test_offline_rows_bring_their_number_of_responses(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_algorithms_set_their_number_of_responses(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     configs: dict[str, Any] = {}
     monkeypatch.setattr(training, "run_all", lambda made, *_: configs.update(made) or {})
     monkeypatch.setattr(training, "summarize_runs", lambda _: {})
@@ -152,7 +152,7 @@ def test_one_seed_has_no_interval(said: Any) -> None:
 
 
 @pytest.mark.long
-def test_a_stopped_comparison_goes_on_where_it_was(said: Any) -> None:
+def test_stopped_comparison_is_resumed(said: Any) -> None:
     command = (*FLAGS, "--algorithms", "reinforce,grpo", "--seeds", 2, "--out", "c")
     assert said(*command)[0] == 0
     whole = json.loads(Path("c/compare.json").read_text())
@@ -192,7 +192,7 @@ BAD: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_input_is_refused_before_anything_runs(what: str, said: Any) -> None:
+def test_invalid_input_is_rejected_before_any_run(what: str, said: Any) -> None:
     args, words = BAD[what]
     Path("file").write_text("")
     status, out, err = said(*args)
@@ -201,13 +201,13 @@ def test_bad_input_is_refused_before_anything_runs(what: str, said: Any) -> None
     assert [path.name for path in Path().iterdir()] == ["file"]
 
 
-def test_trouble_in_one_run_ends_the_comparison_with_its_reason(said: Any) -> None:
+def test_failed_run_ends_the_comparison_with_its_error(said: Any) -> None:
     status, _, err = said(*FLAGS, "--setting", "--lr 0.1", "--setting", "--lr 1e30", "--seeds", 1, "--out", "c")
     assert status == 1 and "stopped: " in err and "loss" in err
     assert Run("c/lr-0.1-s0").status == "finished"
 
 
-def test_t_quantiles_are_students() -> None:
+def test_t_quantiles_match_students_t() -> None:
     for freedom in range(1, 500):
         off = 5.1e-4 if freedom <= 30 else 1e-4  # a table of three decimals, then a formula
         assert t_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), abs=off), freedom
@@ -243,7 +243,7 @@ def test_workers_ignore_ctrl_c_outside_of_a_run(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_interrupted_on_all_cores_and_gone_on(
+def test_interrupt_of_all_processes_is_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C reaches the command and its workers alike, as in a terminal. Workers are forks, which load nothing."""
@@ -325,7 +325,7 @@ def test_a_signal_to_the_command_alone_saves_the_runs_of_its_workers(
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_worker_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "get_context", lambda _: multiprocessing.get_context("fork"))
     command = ["compare", "lecture", "--algorithms", "reinforce,grpo", "--seeds", "1", "--steps", "12", "--jobs", "2"]
     wait_after(monkeypatch, 5)

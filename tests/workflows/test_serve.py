@@ -65,7 +65,7 @@ def post(service: PolicyServer, body: bytes, path: str = "/v1/chat/completions",
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
-def test_a_stock_client_talks_streams_and_calls_tools(loaded: LoadedPolicy) -> None:
+def test_openai_client_chats_streams_and_calls_tools(loaded: LoadedPolicy) -> None:
     tool: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
     with running(loaded) as service, openai.OpenAI(base_url=service.url, api_key=service.key) as client:
         assert [model.id for model in client.models.list()] == ["policy"]
@@ -87,7 +87,7 @@ def test_a_stock_client_talks_streams_and_calls_tools(loaded: LoadedPolicy) -> N
             openai.OpenAI(base_url=service.url, api_key="wrong", max_retries=0).models.list()
 
 
-def test_clients_that_leave_free_their_rows_and_nobody_waits_for_them(loaded: LoadedPolicy) -> None:
+def test_disconnected_clients_free_their_batch_slots(loaded: LoadedPolicy) -> None:
     body = {"messages": HELLO, "max_tokens": 900, "stop": ["never to be said"], "seed": 2}
     with running(loaded, rows=1, queue=3) as service:
         with httpx.Client(headers={"authorization": f"Bearer {service.key}"}, timeout=LONG) as client:
@@ -107,7 +107,7 @@ def test_clients_that_leave_free_their_rows_and_nobody_waits_for_them(loaded: Lo
         until(lambda: service.endpoint.counts["cancelled"] >= 1)
 
 
-def test_a_peer_that_stalls_floods_or_talks_nonsense_keeps_nobody_out(loaded: LoadedPolicy) -> None:
+def test_misbehaving_clients_do_not_block_others(loaded: LoadedPolicy) -> None:
     with running(loaded, rows=2, queue=2) as service:
         stalled = [socket.create_connection(("127.0.0.1", service.server.port)) for _ in range(20)]
         try:
@@ -133,7 +133,7 @@ def test_a_peer_that_stalls_floods_or_talks_nonsense_keeps_nobody_out(loaded: Lo
             [peer.close() for peer in stalled]
 
 
-def test_a_session_continues_after_a_restart_as_a_new_one(loaded: LoadedPolicy) -> None:
+def test_session_continues_as_a_new_one_after_a_restart(loaded: LoadedPolicy) -> None:
     key, port = "k" * 40, 0
     messages = list(HELLO)
     kinds = []
@@ -151,7 +151,7 @@ def test_a_session_continues_after_a_restart_as_a_new_one(loaded: LoadedPolicy) 
     assert kinds == ["new", "extended", "new", "extended"]
 
 
-def test_a_sampler_that_fails_says_so_and_begins_anew(loaded: LoadedPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_engine_reports_an_error_and_restarts(loaded: LoadedPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = policy_server.serve_requests, [0]
 
     def failing(sampler: Any, queue: Any, *more: Any) -> Any:
@@ -170,7 +170,7 @@ def test_a_sampler_that_fails_says_so_and_begins_anew(loaded: LoadedPolicy, monk
     assert codes == [503, 200]
 
 
-def test_what_cannot_be_served_is_refused(tiny_folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_impossible_servers_are_rejected(tiny_folder: Path, tmp_path: Path, capsys: Any) -> None:
     open_file = tmp_path / "key"
     open_file.write_text("k" * 40)
     open_file.chmod(0o644)
@@ -188,7 +188,7 @@ def test_what_cannot_be_served_is_refused(tiny_folder: Path, tmp_path: Path, cap
         PolicyServer(small, ServeSettings(port=0), "x")
 
 
-def test_a_sampler_that_fails_three_times_in_a_row_ends_the_server(
+def test_three_consecutive_engine_failures_end_the_server(
     loaded: LoadedPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: Any) -> None:
@@ -202,7 +202,7 @@ def test_a_sampler_that_fails_three_times_in_a_row_ends_the_server(
     assert said == 3 * ["the engine failed and restarts: RuntimeError: out of luck"]
 
 
-def test_a_model_without_a_chat_template_is_refused(tiny_folder: Path) -> None:
+def test_model_without_a_chat_template_is_rejected(tiny_folder: Path) -> None:
     bare = model_policy(str(tiny_folder))
     bare.policy.tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template"):

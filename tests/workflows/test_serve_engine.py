@@ -133,7 +133,7 @@ def test_an_engine_answers_streams_and_continues_sessions_on_recorded_ids(loaded
 
 
 @every_engine
-def test_a_stop_string_ends_the_turn_at_the_engine_too(loaded: LoadedPolicy, engine: str) -> None:
+def test_stop_strings_end_turns_of_remote_engines(loaded: LoadedPolicy, engine: str) -> None:
     with behind(loaded, engine, context=4000) as (service, server), client_of(service) as client:
         free = say(client, seed=5, max_tokens=60)["choices"][0]["message"]["content"]
         stop = free[5:8]
@@ -149,7 +149,7 @@ def test_a_stop_string_ends_the_turn_at_the_engine_too(loaded: LoadedPolicy, eng
         until(lambda: server.left == server.streamed == 2)  # nobody waited for three thousand tokens
 
 
-def test_what_an_engine_cannot_do_is_refused_and_narrowed_draws_have_no_log_probs(loaded: LoadedPolicy) -> None:
+def test_unsupported_requests_are_rejected_and_restricted_sampling_has_no_log_probs(loaded: LoadedPolicy) -> None:
     with behind(loaded) as (service, server), client_of(service) as client:
         for body, word in (
             ({"temperature": 0.001}, "temperature"),
@@ -166,7 +166,7 @@ def test_what_an_engine_cannot_do_is_refused_and_narrowed_draws_have_no_log_prob
 
 
 @every_engine
-def test_an_engine_that_is_lost_in_a_stream_continues_it(loaded: LoadedPolicy, engine: str) -> None:
+def test_stream_continues_on_another_server_after_a_loss(loaded: LoadedPolicy, engine: str) -> None:
     with behind(loaded, engine) as (service, server), client_of(service) as client:
         whole = say(client, seed=4)["choices"][0]["message"]["content"]
         server.kills = [5]  # tokens until it dies, and comes back without weights
@@ -175,7 +175,7 @@ def test_an_engine_that_is_lost_in_a_stream_continues_it(loaded: LoadedPolicy, e
         assert text_of(streamed(client, seed=4)) == whole
 
 
-def test_a_stream_that_would_go_on_with_other_tokens_ends_with_an_error(loaded: LoadedPolicy) -> None:
+def test_stream_that_would_change_tokens_ends_with_an_error(loaded: LoadedPolicy) -> None:
     with behind(loaded) as (service, server), client_of(service) as client:
         real = server.draw
 
@@ -189,7 +189,7 @@ def test_a_stream_that_would_go_on_with_other_tokens_ends_with_an_error(loaded: 
         assert say(client, seed=4)["choices"]
 
 
-def test_a_full_queue_pushes_back_and_clients_that_leave_end_their_requests(loaded: LoadedPolicy) -> None:
+def test_full_queue_rejects_and_disconnected_clients_cancel_requests(loaded: LoadedPolicy) -> None:
     with behind(loaded, rows=1, queue=1) as (service, server), client_of(service) as client:
         server.hold_at = 2
         body = json.dumps({"messages": HELLO, "stream": True, "max_tokens": 60}).encode()
@@ -208,7 +208,7 @@ def test_a_full_queue_pushes_back_and_clients_that_leave_end_their_requests(load
         assert service.endpoint.counts["cancelled"] == 2 and not service.sampler.server_pool.servers[0].in_flight
 
 
-def test_what_a_server_refuses_fails_one_turn_and_a_server_that_is_gone_all(
+def test_rejected_request_fails_one_turn_and_a_lost_server_all(
     loaded: LoadedPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with behind(loaded) as (service, server), client_of(service) as client:
@@ -226,7 +226,7 @@ def test_what_a_server_refuses_fails_one_turn_and_a_server_that_is_gone_all(
         assert say(client)["choices"]
 
 
-def test_a_server_that_was_left_alone_is_taken_back(loaded: LoadedPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recovered_server_is_used_again(loaded: LoadedPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_forwarder, "READMIT_INTERVAL", 0.05)
     with behind(loaded, servers=2) as (service, servers), client_of(service) as client:
         first = service.sampler.server_pool.servers[0]
@@ -244,7 +244,7 @@ def test_a_server_that_was_left_alone_is_taken_back(loaded: LoadedPolicy, monkey
 # ---- settings, and the command ----------------------------------------------------------------------------------
 
 
-def test_the_engine_of_a_run_is_used_where_it_is_asked_for_and_nowhere_else() -> None:
+def test_engine_of_a_run_is_used_only_on_request() -> None:
     of_run = CausalLM("m", engine="vllm", engine_url=("http://127.0.0.1:1",), engine_transport="nccl")
 
     def engine(name: str, policy: CausalLM = of_run, **settings: Any) -> CausalLM:
@@ -263,7 +263,7 @@ def test_the_engine_of_a_run_is_used_where_it_is_asked_for_and_nowhere_else() ->
             engine(name, **settings)
 
 
-def test_an_engine_that_does_not_start_or_that_is_missing_is_trouble_and_nothing_is_left(
+def test_missing_or_failing_engine_is_an_error_and_leaves_nothing(
     tiny_folder: Path, tmp_path: Path, capsys: Any, loaded: LoadedPolicy
 ) -> None:
     serve = ["serve", str(tiny_folder), "--port", "0", "--engine", "vllm"]

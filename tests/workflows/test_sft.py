@@ -35,7 +35,7 @@ def settings(folder: Path, **more: object) -> dict[str, object]:
 
 
 @pytest.mark.slow
-def test_sft_learns_what_it_is_shown(demonstrations: Path, tiny_folder: Path, tmp_path: Path) -> None:
+def test_sft_learns_its_demonstrations(demonstrations: Path, tiny_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     more = {"steps": 60, "eval_every": 10, "lr": 5e-3}
     run = ascent.train(f"demonstrations:{demonstrations}", out=out, show=False, **settings(tiny_folder, **more))
@@ -76,7 +76,7 @@ def _scored(parts: object, rollouts: object) -> object:
     return batch.add(logp_old=batch.logp_sampler)
 
 
-def test_a_prompt_may_be_shown_twice(tmp_path: Path, tiny_folder: Path) -> None:
+def test_repeated_prompts_are_allowed(tmp_path: Path, tiny_folder: Path) -> None:
     file = tmp_path / "twice.jsonl"
     rows = [("a", "1"), ("a", "2"), ("b", "3")]
     file.write_text("".join(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in rows))
@@ -90,7 +90,7 @@ def test_a_prompt_may_be_shown_twice(tmp_path: Path, tiny_folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_sft_goes_on_where_it_was_killed(demonstrations: Path, tiny_folder: Path, tmp_path: Path) -> None:
+def test_killed_sft_run_is_resumed(demonstrations: Path, tiny_folder: Path, tmp_path: Path) -> None:
     more = {"steps": 6, "checkpoint_every": 3, "eval_every": 2, "keep": 9}
     whole = ascent.train(
         f"demonstrations:{demonstrations}", out=tmp_path / "a", show=False, **settings(tiny_folder, **more)
@@ -110,14 +110,14 @@ def test_sft_goes_on_where_it_was_killed(demonstrations: Path, tiny_folder: Path
         ('{"prompt": "a", "response": "b"}', "at least two different prompts"),
     ],
 )
-def test_a_bad_file_is_refused(lines: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_file_is_rejected(lines: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text(lines + "\n")
     assert cli.main(["sft", str(file), "--model", "nowhere"]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_a_ratio_to_an_old_policy_is_refused(demonstrations: Path, tiny_folder: Path) -> None:
+def test_ratio_losses_are_rejected_for_sft(demonstrations: Path, tiny_folder: Path) -> None:
     config = configure(f"demonstrations:{demonstrations}", settings(tiny_folder, loss="clipped"))
     with pytest.raises(ConfigError, match="not sampled by the policy"):
         assemble(config)
@@ -135,7 +135,7 @@ def problems(tmp_path: Path) -> Path:
 
 
 @pytest.mark.long
-def test_the_preflight_tells_and_leaves_the_run_as_it_is(problems: Path, tiny_folder: Path) -> None:
+def test_preflight_reports_without_changing_the_run(problems: Path, tiny_folder: Path) -> None:
     parts = assemble(configure(f"jsonl:{problems}", settings(tiny_folder, prompts=3, samples=4, check="number")))
     before = {name: state.clone() for name, state in parts.streams.state().items()}
     weights = [p.clone() for p in parts.learner.trainable()]
@@ -156,7 +156,7 @@ def test_the_preflight_tells_and_leaves_the_run_as_it_is(problems: Path, tiny_fo
 
 
 @pytest.mark.long
-def test_the_command_of_the_preflight_says_what_it_saw_and_refuses_what_cannot_work(
+def test_preflight_command_reports_and_rejects(
     problems: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.py").write_text("def always(prompt, response, answer, **columns):\n    return 1.0\n")
@@ -173,7 +173,7 @@ def test_the_command_of_the_preflight_says_what_it_saw_and_refuses_what_cannot_w
 
 
 @pytest.mark.long
-def test_what_cannot_work_is_refused(problems: Path, tiny_folder: Path, tmp_path: Path) -> None:
+def test_impossible_settings_are_rejected(problems: Path, tiny_folder: Path, tmp_path: Path) -> None:
     rewards = tmp_path / "mine.py"
     rewards.write_text("def always(prompt, response, answer, **columns):\n    return 1.0\n")
     out = tmp_path / "run"
@@ -186,14 +186,14 @@ def test_what_cannot_work_is_refused(problems: Path, tiny_folder: Path, tmp_path
     assert not out.exists(), "nothing was begun"
 
 
-def test_the_arithmetic_in_four_words(problems: Path, tiny_folder: Path) -> None:
+def test_precision_in_four_words(problems: Path, tiny_folder: Path) -> None:
     config = configure(f"jsonl:{problems}", settings(tiny_folder, prompts=6, samples=2, epochs=2, minibatches=3))
     text = " ".join(describe_batch_sizes(config))
     for words in ("6 prompts per step", "2 samples per prompt", "6 updates per step", "micro-batch"):
         assert words in text
 
 
-def test_memory_counts_what_is_exact_exactly(problems: Path, tiny_folder: Path) -> None:
+def test_memory_estimate_counts_parameters_exactly(problems: Path, tiny_folder: Path) -> None:
     config = configure(f"jsonl:{problems}", settings(tiny_folder, algorithm="grpo"))
     parts = assemble(config)
     count = sum(p.numel() for p in parts.policy.model.parameters())
