@@ -2,16 +2,16 @@
 
     python -m benchmarks.ahead [--seeds 100] [--schedules 1000] [--smoke]
 
-Three parts. **Schedules**: the loop's own tickets, with a sampler whose responses have random lengths and appear at
-random speeds by a clock of its own, killed and resumed at random: no token may be older than K updates. **Learning**:
-`lecture` with K = 0, 1 and 4, with a clip alone and with `--correction truncated`; small policies draw every ticket
-whole, K updates early, so every token has the largest age that is allowed. **Lanes**: responses of
-log-normal lengths (σ = 1, limit 8 times the mean) through lanes for two steps' responses, by a language model and the
-sampler itself: the decoding steps that it takes, and the mean number of lanes that are busy, with K = 0 and K = 4. On a
-GPU a decoding step takes about as long for few rows as for many, so their ratio bounds what sampling ahead can save.
+Three parts. **Schedules**: the loop's rollout requests, with a simulated engine whose responses have random lengths and
+speeds, killed and resumed at random: no token may be older than K updates. **Learning**:
+`lecture` with K = 0, 1 and 4, with a clip alone and with `--correction truncated`; small policies sample every
+request whole, K updates early, so every token has the maximum staleness. **Batch**: responses of log-normal
+lengths (σ = 1, limit 8 times the mean), sampled by the engine with room for two steps' responses: the number of decode
+steps, and the mean number of running sequences, with K = 0 and K = 4. On a GPU a decode step takes about as long for a
+small batch as for a large one, so their ratio bounds what sampling ahead can save.
 
 The part with a serving engine is `python -m benchmarks.ahead_engine`.
-`value` is the number of decoding steps with K = 4, the peer that with K = 0, and the target the ratio 1/1.8. Writes
+`value` is the number of decode steps with K = 4, the peer that with K = 0, and the target the ratio 1/1.8. Writes
 benchmarks/results/ahead.md.
 """
 
@@ -231,9 +231,9 @@ of a step grows with its rows. [On a GPU](ahead_gpu.md) it is 1.8 times as many 
 
 {lanes}
 
-**Learning.** `lecture` with leave-one-out credit and a clipped loss, 40 steps, {seeds} seeds, mean and 95 % interval at
-the end. A small policy draws each ticket whole, so every token is K updates old from step K on: the largest age that is
-allowed.
+**Learning.** `lecture` with leave-one-out advantages and a clipped loss, 40 steps, {seeds} seeds, mean and 95 %
+interval at the end. A small policy draws each ticket whole, so every token is K updates old from step K on: the largest
+age that is allowed.
 
 {learned}
 """

@@ -2,11 +2,11 @@
 
     python -m benchmarks.ahead_engine [.engines/vllm] [--kills 20] [--repeats 5]
 
-**Kills**: a server that Ascent has started is killed (signal 9) at random moments, while it writes and while it starts
-again, as steps with K = 2 go on. No group may be lost or come twice, no token may be older than K updates, and the
-steps have to end. **Speed**: tokens per second of `RemoteEngine` over HTTP, and of `vllm.LLM` in a process of its own
-with the same prompts, seeds, lengths and log-probs, in turn. `value` is ours, the peer bare vLLM's (medians), and the
-target 0.9. It takes the place of its part of benchmarks/results/ahead.md.
+**Kills**: a server that Ascent has started is killed (signal 9) at random moments, while it generates and while it
+restarts, during steps with K = 2. No group may be lost or duplicated, no token may be older than K updates, and the
+steps have to end. **Speed**: tokens per second of `RemoteEngine` over HTTP, and of `vllm.LLM` in a separate process
+with the same prompts, seeds, lengths and log-probs, in turn. `value` is Ascent's, the peer bare vLLM's (medians), and
+the target 0.9. It rewrites its part of benchmarks/results/ahead.md.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Sampling ahead on one GPU: tokens per second of whole steps, and what older policies cost a model that learns.
+"""Sampling ahead on one GPU: tokens per second of whole steps, and what stale policies cost in learning.
 
     python -m benchmarks.ahead_gpu [--steps 20] [--learn 60] [--seeds 2] [--smoke]
 
 **Speed**: the loop itself (generate, reward, update) on SmolLM2-135M's shape with random weights, 32 prompts × 16
-responses per step, lengths log-normal with mean 256 and σ = 1, at most 2,048, each response with a fixed length of its
-own. `--ahead 4` takes so many steps, with its slow start (the first step waits for its longest response as without) and
-everything that is begun at the end; `--ahead 0` takes six, which are all alike. Both come after a run that compiles and
+responses per step, lengths log-normal with mean 256 and σ = 1, at most 2,048, each with its own fixed
+length. `--ahead 4` takes `--steps` steps, including the slow first step (which waits for its longest response) and the
+responses that are unfinished at the end; `--ahead 0` takes six equal steps. Both come after a run that compiles and
 captures. `value` is tokens per second with `--ahead 4`, the peer that with 0, and the target is 1.8 times.
 
 **Learning** (`--learn STEPS`): SmolLM2-135M-Instruct on sums, as in `benchmarks.learn`, with `--ahead` 0, 1 and 4, and

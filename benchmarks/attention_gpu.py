@@ -1,15 +1,15 @@
-"""The attention of a decoding step alone on one GPU: µs per layer, against the time of its bytes.
+"""Attention of a decode step alone on one GPU: µs per layer, against the time to read the KV cache.
 
     python -m benchmarks.attention_gpu [--shape 1.5b 135m] [--smoke]
 
-Rows are those of `benchmarks.ragged_gpu` at some stage of its schedule (512 lanes, log-normal lengths): the lengths
-that there are when so many responses still run, in a graph with as many rows or more; and rows of equal length. Pages
-lie anywhere. All layers of a step are one captured graph, each with a cache of its own, so that nothing of it is left
-in the card's cache. The peer is the time in which the memory (4.3 TB/s) moves the keys and values of all rows.
-`whole_us` is the time with every row read by one program, where rows are otherwise cut into parts, and `apart` how far
-the two results are from each other. `value` is the first row of the table: 512 ragged rows of 1.5B.
+Sequence lengths are those of `benchmarks.ragged_gpu` at several stages of its schedule (512 sequences, log-normal
+lengths), in a graph with that batch size or a larger one; and equal lengths. Blocks are scattered. All layers of a step
+are one captured graph, each with its own KV cache, so that the GPU's L2 cache holds none of it. The peer is the time in
+which the memory (4.3 TB/s) moves the keys and values of all sequences. `whole_us` is the time with one program per
+sequence instead of split sequences, and `apart` the difference between the two results. `value` is the first row of the
+table: 512 ragged sequences of 1.5B.
 
-`--smoke` computes the formula that the kernels stand for, on a CPU, for a few short rows.
+`--smoke` computes the reference on a CPU, for a few short sequences.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""A run on a Ray cluster of this machine, some of whose actors are killed at random moments.
+"""A run on a Ray cluster of this machine, with actors killed at random moments.
 
     PYTHONPATH=.engines/ray python -m benchmarks.cluster --kills 6 [--weights]
 
-Two learners and two samplers train a tiny language model with --ahead 0, and then with --ahead 1: first undisturbed,
-and then with kills: of a sampler, which is started again while the others draw its responses, or of a learner (its rank
-or its actor), after which `--restarts` goes on from the newest checkpoint. After every kill steps have to come again in
-time. In the end every step is there once, with the same numbers and the same bits of parameters as without kills.
+Two learners and two samplers train a tiny language model with --ahead 0, and then with --ahead 1: first without kills,
+then with kills of a sampler, which is restarted while the others sample its responses, or of a learner (its rank
+or its actor), after which `--restarts` continues from the newest checkpoint. After every kill the next step has a time
+limit. At the end every step exists once, with the same numbers and bit-identical parameters as without kills.
 
-`--weights` measures two ways for the weights of a model from one process to two others: Ray's object store, and process
-groups of gloo.
-`make cluster-test` installs Ray where the command above looks for it.
+`--weights` measures two ways to send a model's weights from one process to two others: Ray's object store, and gloo.
+`make cluster-test` installs Ray in that folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every benchmark shares: its closing line, tables for the terminal and for Markdown, and pictures."""
+"""Shared parts of the benchmarks: the closing JSON line, tables for the terminal and for Markdown, and plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The course's settings over its whole menu: four credits × three losses × with and without KL × three rewards.
+"""The course's settings over its whole menu: four advantages × three losses × with and without KL × three rewards.
 
     python -m benchmarks.course_grid [--seeds 20] [--steps 100] [--jobs 2]
 
@@ -34,7 +34,7 @@ from ascent.runs.confidence_intervals import mean_and_half_width
 from benchmarks.common import COLORS, close, figure, markdown, pair, save_picture, show, write_page
 from benchmarks.many import Lectures, Stack, outcome, train_many
 
-CREDITS = ("raw", "centered", "normalized", "best-only")
+ADVANTAGES = ("raw", "centered", "normalized", "best-only")
 LOSSES = ("log-prob", "ratio", "clipped")
 KL = {"no KL": {}, "KL": {"kl": "in-loss", "kl.estimator": "k3", "kl.coef": 0.04, "reference": "every"}}
 REWARDS = {"inclusion-ordering": 5, "positions": 3, "exact": 1}
@@ -48,8 +48,8 @@ Grid = dict[Cell, dict[str, np.ndarray]]
 
 def run_cell(cell: Cell, seeds: int, steps: int) -> dict[str, np.ndarray]:
     """E[R], share of sorted prompts and share of groups without signal, for every seed."""
-    reward, credit, loss, kl = cell
-    settings = {"preset": "course", "reward": reward, "advantage": credit, "loss": loss, "steps": steps, **KL[kl]}
+    reward, advantage, loss, kl = cell
+    settings = {"preset": "course", "reward": reward, "advantage": advantage, "loss": loss, "steps": steps, **KL[kl]}
     ended = train_many(seeds, **settings)
     return {name: getattr(ended, name).numpy() for name in ("expected", "sorted", "silent")}
 
@@ -77,7 +77,7 @@ def one_thread() -> None:
 
 
 def measure(seeds: int, steps: int, jobs: int, updates: tuple[int, ...]) -> tuple[Grid, dict[str, list[Any]]]:
-    cells = list(itertools.product(REWARDS, CREDITS, LOSSES, KL))
+    cells = list(itertools.product(REWARDS, ADVANTAGES, LOSSES, KL))
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=one_thread) as pool:
         ascents = {reward: pool.submit(ascend, reward, seeds, updates) for reward in REWARDS}
         waiting = {cell: pool.submit(run_cell, cell, seeds, steps) for cell in cells}
@@ -90,10 +90,10 @@ def measure(seeds: int, steps: int, jobs: int, updates: tuple[int, ...]) -> tupl
 
 def rows_of(grid: Grid, ascents: dict[str, list[Any]], updates: tuple[int, ...]) -> list[list[str]]:
     rows = []
-    for (reward, credit, loss, kl), cell in grid.items():
+    for (reward, advantage, loss, kl), cell in grid.items():
         expected = pair(*mean_and_half_width(cell["expected"]))
         numbers = [expected, f"{cell['sorted'].mean():.0%}", f"{cell['silent'].mean():.0%}"]
-        rows.append([f"{reward} (of {REWARDS[reward]})", credit, loss, kl, *numbers])
+        rows.append([f"{reward} (of {REWARDS[reward]})", advantage, loss, kl, *numbers])
     for reward, found in ascents.items():
         for count, cell in zip(updates, found, strict=True):
             numbers = [pair(*mean_and_half_width(cell["expected"])), f"{cell['sorted'].mean():.0%}", "·"]
@@ -118,8 +118,8 @@ def findings(grid: Grid, ascents: dict[str, list[Any]], updates: tuple[int, ...]
     """The paragraph of findings, every number in it from the data."""
     course = {cell: found["expected"].mean() for cell, found in grid.items() if cell[0] == "inclusion-ordering"}
     best, worst = max(course, key=course.get), min(course, key=course.get)
-    credit = {c: np.mean([v for cell, v in course.items() if cell[1] == c]) for c in CREDITS}
-    order = sorted(credit, key=credit.get, reverse=True)
+    advantage = {c: np.mean([v for cell, v in course.items() if cell[1] == c]) for c in ADVANTAGES}
+    order = sorted(advantage, key=advantage.get, reverse=True)
     solved = sum(int((found["expected"] >= 0.98 * REWARDS[cell[0]]).sum()) for cell, found in grid.items())
     runs = sum(len(found["expected"]) for found in grid.values())
     accurate = max(grid, key=lambda cell: grid[cell]["sorted"].mean())
@@ -144,8 +144,8 @@ def findings(grid: Grid, ascents: dict[str, list[Any]], updates: tuple[int, ...]
 
     return (
         f"With the course's reward E[R] ends between {course[worst]:.2f} ({', '.join(worst[1:])}) and "
-        f"{course[best]:.2f} ({', '.join(best[1:])}) of 5; by credit, over losses and KL: "
-        + ", ".join(f"{name} {credit[name]:.2f}" for name in order)
+        f"{course[best]:.2f} ({', '.join(best[1:])}) of 5; by advantage, over losses and KL: "
+        + ", ".join(f"{name} {advantage[name]:.2f}" for name in order)
         + f". Only {solved} of all {runs:,} runs came within 2 % of the largest reward, and the cell that sorts most "
         f"({', '.join(accurate)}) sorts {grid[accurate]['sorted'].mean():.0%} of the prompts. The ratio in place of "
         f"the log-prob changes E[R] by {change(2, 'ratio', 'log-prob')}; the clip in place of the ratio by "
@@ -165,8 +165,10 @@ def draw(grid: Grid, ascents: dict[str, list[Any]], seeds: int) -> Any:
     for column, reward in enumerate(REWARDS):
         for axis, measure, scale in zip(axes[:, column], ("expected", "sorted"), (REWARDS[reward], 1), strict=True):
             for i, (loss, kl) in enumerate(itertools.product(LOSSES, KL)):
-                color, x = COLORS[i // 2], np.arange(len(CREDITS)) + (i - 2.5) * 0.12
-                values = [mean_and_half_width(grid[reward, credit, loss, kl][measure] / scale) for credit in CREDITS]
+                color, x = COLORS[i // 2], np.arange(len(ADVANTAGES)) + (i - 2.5) * 0.12
+                values = [
+                    mean_and_half_width(grid[reward, advantage, loss, kl][measure] / scale) for advantage in ADVANTAGES
+                ]
                 means, halves = np.array(values).T
                 face = color if kl == "no KL" else "white"
                 axis.errorbar(
@@ -175,7 +177,7 @@ def draw(grid: Grid, ascents: dict[str, list[Any]], seeds: int) -> Any:
                 )  # fmt: skip
             exact = ascents[reward][0][measure].mean() / scale
             axis.axhline(exact, color="#555555", linestyle="--", linewidth=1.2, label="exact gradient, 1,000 updates")
-            axis.set_xticks(range(len(CREDITS)), CREDITS)
+            axis.set_xticks(range(len(ADVANTAGES)), ADVANTAGES)
             axis.set_ylim(-0.03, 1.03)
         axes[0, column].set_title(f"{reward} reward")
     axes[0, 0].set_ylabel("E[R], share of the largest reward")
@@ -193,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     seeds, updates = options.seeds, tuple(count * options.steps // 100 for count in UPDATES)
     grid, ascents = measure(seeds, options.steps, options.jobs, updates)
-    head = ["reward", "credit", "loss", "KL", "E[R]", "sorted", "silent groups"]
+    head = ["reward", "advantage", "loss", "KL", "E[R]", "sorted", "silent groups"]
     rows, words = rows_of(grid, ascents, updates), findings(grid, ascents, updates)
     show(head, rows)
     print(f"\n{words}")

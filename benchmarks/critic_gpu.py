@@ -2,12 +2,12 @@
 
     python -m benchmarks.critic_gpu [--shape 135m|1.5b] [--repeats 5] [--smoke]
 
-16 prompts of 60 tokens × 8 samples of 256 tokens, random parameters in bfloat16 with float32 masters, micro-batches of
-the learner's own choice. An update is what the loop's phase `update` holds: the policy's step and, with a critic of its
-own, the critic's. A shared critic's loss is in the policy's objective. Every side has one update before those that
-count, and its values are scored before (their seconds are shown, and do not count).
+16 prompts of 60 tokens × 8 samples of 256 tokens, random parameters in bfloat16 with float32 master weights,
+micro-batches of the learner's choice. An update is the loop's phase `update`: the policy's step and, with a separate
+critic, the critic's step. The loss of a shared critic is part of the policy's objective. Each side has one warm-up
+update, and its values are scored before (their seconds are shown, but not counted).
 
-`value` is the update with a critic of its own over GRPO's (the peer, 1): at most 2.2. With a shared critic the same
+`value` is the update with a separate critic over GRPO's (the peer, 1): at most 2.2. With a shared critic the same
 ratio may be at most 1.3. The JSON line has every second. `--smoke` runs a tiny model on the CPU, without measuring.
 """
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.critic_memory [--repeats 1] [--smoke]
 
-The update computes values and credit, then updates the policy and the critic, in float32 with Adam, on 4 prompts × 4
-samples × 64 tokens after prompts of 32. Each side runs in its own process. A small update comes first, so that every
+The update computes values and advantages, then updates the policy and the critic, in float32 with Adam, on 4 prompts ×
+4 samples × 64 tokens after prompts of 32. Each side runs in its own process. A small update comes first, so that every
 optimizer state is allocated.
 
 `value` is the peak resident memory with the shared backbone as a share of the memory with a separate one (so the

@@ -1,18 +1,18 @@
-"""The endpoint: what it costs to sample through HTTP, what bad clients can do, and an agent that learns through it.
+"""The endpoint: overhead of sampling through HTTP, attacks by clients, and an agent that learns through it.
 
     python -m benchmarks.endpoint [--gpu] [--agents] [--repeats 3] [--steps 25] [--smoke]
 
-Speed: 64 sessions at once, each in a connection of its own from another process, against plain rollouts with 64 rows of
-the same prompts (50 to 70 tokens, 64 of them drawn, 256 on a GPU; SmolLM2-135M's shape, float32 on two threads, or
-bfloat16 on a GPU). No response ends early. Both take turns after a warm-up that does not count; `value` and `peer` are
-their medians in tokens per second, and the target is a ratio of 0.85. `turns` is the same with four turns per session.
+Speed: 64 concurrent sessions, each with its own connection from another process, against plain rollouts of 64 sequences
+with the same prompts (50 to 70 tokens, and 64 sampled tokens, 256 on a GPU; SmolLM2-135M's shape, float32 on two
+threads, or bfloat16 on a GPU). No response ends early. The two alternate after a warm-up; `value` and `peer` are their
+medians in tokens per second, and the target is a ratio of 0.85. `turns` is the same with four turns per session.
 
-Attacks: while a session talks, others stream and leave, flood, stall, send nonsense and other sessions' keys. What the
-session drew has to be what it draws alone, and no key may reach another's record.
+Attacks: beside a running session, others disconnect during streams, flood, stall, send garbage and other sessions'
+keys. The session's tokens have to equal those that it samples alone, and no key may reach another record.
 
 Agents: a function with OpenAI's client, a taskset of verifiers and a server of OpenEnv are each trained on a tiny
-random model (not with --gpu; --agents: nothing else). All three pay the share of words below w64 in what the policy
-says last. Their reward has to rise, and the log-probs have to be the learner's. The last two are those of
+random model (not with --gpu; --agents: nothing else). The reward of all three is the share of words below w64 in the
+policy's last answer. Their reward has to rise, and the log-probs have to be the learner's. The last two are those of
 `make verifiers openenv`.
 """
 

@@ -1,4 +1,4 @@
-"""The first minutes: from an installed package to a trained policy, with an own reward on own rows.
+"""The first minutes: from an installed package to a trained policy, with a custom reward on custom data.
 
     python -m benchmarks.first_minutes [--repeats 3] [--smoke]
 
@@ -6,7 +6,7 @@ Two scripts of the same content, one for Ascent and one for TRL 1.16, each as sh
 reward function, five steps of GRPO on a tiny model, 8 prompts × 8 samples of 16 tokens, on the CPU. Counted are the
 characters that a person types, the files that a person writes, and the seconds of a fresh process, which take turns.
 
-Then the overhead of a function that is given as an object, over the same function as python:FILE:NAME: the rewards of
+Then the overhead of a function passed as an object, over the same function as python:FILE:NAME: the rewards of
 64 responses, in turns, as a share of a step. `value` is the number of characters, `peer` TRL's. ok: no more than TRL's
 on every count, and an overhead below 5 % of a step. `--smoke`: without TRL, and one step.
 """

@@ -1,12 +1,12 @@
-"""Runs by torchrun of which a rank is killed at a random moment.
+"""Runs under torchrun with a rank killed at a random moment.
 
     python -m benchmarks.ranks --kills 20
 
-A small policy and a tiny language model, replicated, in shards, and in shards of which each rank writes its own into a
-checkpoint. After a kill a run has to end on every rank in time, say which rank it was, and leave nothing half-written.
-Then it is resumed on 1, 2 or 3 ranks; or `torchrun --max-restarts 1` has gone on by itself. In the end its numbers have
-to be those of a run that nobody killed: the same bits on 2 ranks, and on others within rounding up to the kill, because
-rounding may draw another token later.
+A small policy and a tiny language model: replicated, sharded, and sharded with one checkpoint part per rank. After a
+kill the run has to end on every rank in time, name the killed rank, and leave nothing half-written. Then it is resumed
+on 1, 2 or 3 ranks, or `torchrun --max-restarts 1` has continued it. At the end its numbers have to equal those of a run
+without a kill: bit-identical on 2 ranks, and on other numbers of ranks within rounding up to the kill, because rounding
+may change a sampled token later.
 """
 
 from __future__ import annotations

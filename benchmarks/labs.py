@@ -1,4 +1,4 @@
-"""What the benchmarks of the lab share: a lab with synthetic runs of any size, and a browser that opens it."""
+"""Shared parts of the lab's benchmarks: a lab with synthetic runs of any size, and a browser that opens it."""
 
 from __future__ import annotations
 

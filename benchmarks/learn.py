@@ -6,8 +6,8 @@
 The task is reasoning-gym's chain_sum with two numbers of one or two digits. The reward is the task's own: 1 for a
 response that ends with the answer, 0.5 for the answer elsewhere. Both sides use GRPO without KL, 32 prompts × 16
 samples, 24 new tokens, Adam at 1e-5, gradients clipped at 1, temperature 1. TRL's parameters are float32 under
-bfloat16 autocast (in pure bfloat16 such small steps are lost); ours are bfloat16 with float32 masters. Both draw
-from the same problems, each in its own order, which the seed decides.
+bfloat16 autocast (in pure bfloat16 such small steps are lost); ours are bfloat16 with float32 masters. Both use
+the same problems, each in its own order, which the seed decides.
 
 Each side trains for the same number of seconds. Loading and evaluations are the same on both sides and are not
 counted. Every ten steps, greedy answers to 500 held-out problems are scored: strictly (the response ends with the

@@ -1,8 +1,8 @@
 """The course's published run, reproduced: responses and rewards exactly, floats within 0.001, all 100 epochs.
 
-    python -m benchmarks.lecture_logs --credit raw|centered|normalized
+    python -m benchmarks.lecture_logs --advantage raw|centered|normalized
 
-Runs `ascent train lecture --preset course --advantage CREDIT --seed 5 --record-rollouts all`. From the records of
+Runs `ascent train lecture --preset course --advantage NAME --seed 5 --record-rollouts all`. From the records of
 the run it prints one JSON line for updates 0 and 5 of every epoch: epoch, step (the update in the epoch), loss,
 responses [prompt][sample][position], log_probs (the same shape, of the policy at that update), rewards and deltas
 [prompt][sample].
@@ -40,7 +40,7 @@ LANDMARKS = {
 """Published: the loss at updates 0 and 9 of the first epoch; the mean reward of epochs 0, 50 and 99."""
 
 
-def straight_line(credit: str) -> Iterator[dict[str, Any]]:
+def straight_line(advantage: str) -> Iterator[dict[str, Any]]:
     """The course's run from SPEC section 3; one dictionary per update."""
     torch.manual_seed(SEED)
     embedding = torch.randn(5, 10).requires_grad_()
@@ -60,8 +60,8 @@ def straight_line(credit: str) -> Iterator[dict[str, Any]]:
         responses = torch.multinomial(rows, SAMPLES, replacement=True).view(3, 3, SAMPLES).transpose(1, 2)
         pairs = zip(prompts.tolist(), responses.tolist(), strict=True)
         rewards = torch.tensor([[reward(prompt, response) for response in group] for prompt, group in pairs])
-        deltas = rewards if credit == "raw" else rewards - rewards.mean(1, keepdim=True)
-        if credit == "normalized":
+        deltas = rewards if advantage == "raw" else rewards - rewards.mean(1, keepdim=True)
+        if advantage == "normalized":
             deltas = deltas / (rewards.std(1, keepdim=True) + 1e-5)
         for step in range(INNER):
             logp = log_probs().unsqueeze(1).expand(-1, SAMPLES, -1, -1).gather(-1, responses.unsqueeze(-1)).squeeze(-1)
@@ -111,31 +111,31 @@ def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     return torch.stack(gaps).nan_to_num(nan=float("inf")).max().item()
 
 
-def landmarks_met(credit: str, lines: list[dict[str, Any]]) -> bool:
+def landmarks_met(advantage: str, lines: list[dict[str, Any]]) -> bool:
     """Do the run's own numbers round to the published ones?"""
     found = {(entry["epoch"], entry["step"]): entry for entry in lines}
     losses = [found[0, step]["loss"] for step in (0, 9)]
     rewards = [torch.tensor(found[epoch, 0]["rewards"]).mean().item() for epoch in (0, 50, 99)]
-    expected = [x for part in LANDMARKS[credit] for x in part]
+    expected = [x for part in LANDMARKS[advantage] for x in part]
     gaps = [abs(x - y) for x, y in zip(losses + rewards, expected, strict=True)]
-    print(f"landmarks of {credit}: {losses + rewards}, published {expected}", file=sys.stderr)
+    print(f"landmarks of {advantage}: {losses + rewards}, published {expected}", file=sys.stderr)
     return max(gaps) < TOLERANCE
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--credit", choices=list(LANDMARKS), default="centered")
-    credit = parser.parse_args(argv).credit
+    parser.add_argument("--advantage", choices=list(LANDMARKS), default="centered")
+    advantage = parser.parse_args(argv).advantage
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"preset": "course", "advantage": credit, "seed": SEED, "record_rollouts": "all"}
+        settings = {"preset": "course", "advantage": advantage, "seed": SEED, "record_rollouts": "all"}
         run = ascent.train("lecture", out=Path(folder) / "run", show=False, **settings)
         ours = list(recorded(run))
     for entry in ours:
         if entry["step"] in PRINTED:
             print(json.dumps(entry))
-    gap = max(difference(a, b) for a, b in zip(ours, straight_line(credit), strict=True))
-    ok = gap <= TOLERANCE and landmarks_met(credit, ours)
-    return close("lecture_logs", gap, 0.0, TOLERANCE, ok, credit=credit)[1]
+    gap = max(difference(a, b) for a, b in zip(ours, straight_line(advantage), strict=True))
+    ok = gap <= TOLERANCE and landmarks_met(advantage, ours)
+    return close("lecture_logs", gap, 0.0, TOLERANCE, ok, advantage=advantage)[1]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 On each seed the run must reach an exact, enumerated E[R] of at least 4.9 of 5 and sort all three prompts greedily,
 with at most 3,000 responses and 1,000 updates. The settings are the default preset of ascent/tasks/small/lecture.py:
 Dr. GRPO, Adam at 1e-2, and an entropy bonus that falls from 0.4 to 0 over 90 % of the run. `value` is the lowest
-E[R] of any seed. The peer is the mean E[R] of the course's settings with its best credit (centered) on the same
+E[R] of any seed. The peer is the mean E[R] of the course's settings with its best advantage (centered) on the same
 seeds. `--many N` also reports the share of N seeds that are solved, all in one stacked loop (benchmarks/many.py).
 """
 

@@ -1,16 +1,16 @@
-"""LoRA against every parameter on one GPU: rollouts, whole steps, and how far sampler and learner are apart.
+"""LoRA against every parameter on one GPU: rollouts, whole steps, and the sampler–trainer mismatch.
 
     python -m benchmarks.lora_gpu [--shape 135m 1.5b 7b] [--rank 16] [--targets all-linear] [--repeats 3] [--smoke]
 
 135m: SmolLM2-135M's shape, 32 prompts × 16 samples. 1.5b and 7b: Qwen2.5's shapes, 32 × 8 and 16 × 8. Prompts have 60
-tokens, and 256 tokens are drawn of each response (none may end early). Random parameters in bfloat16, adapters on all
+tokens, and each response 256 tokens (none may end early). Random parameters in bfloat16, adapters on all
 matrices. A step is that of benchmarks/step_gpu.py: generation, reward, Dr. GRPO's loss and update. One step before
 those that count compiles and captures. 7b is measured with adapters alone.
 
 `rollouts` is the full model's seconds of generation over LoRA's, and `step` LoRA's seconds of a step over the full
 model's, medians of the same run. `value` is the smaller rollout ratio of 135m and 1.5b over its target. `mismatch` is
-the mean |log-prob of the sampler − log-prob of the learner| of a step; LoRA's is taken after its adapters, which begin
-at 0, were set to noise. `--smoke` tries a tiny model on the CPU, without graphs.
+the mean |log-prob of the sampler − log-prob of the learner| of a step; LoRA's is taken after its adapters, which are
+initialized to 0, were set to noise. `--smoke` tries a tiny model on the CPU, without graphs.
 """
 
 from __future__ import annotations

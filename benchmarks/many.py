@@ -1,12 +1,12 @@
 """Many `lecture` runs for the price of one: the library's own loop on all seeds at once, in memory.
 
-The tensors of `lecture` are so small that a step costs Python time, not arithmetic. So S policies are stacked into
-one module. Run s owns its slice of every parameter and prompts 3s … 3s+2 of the batch, and uses the generator of its
-own seed. The runs do not affect each other: group credits see one prompt, and Adam works number by number. The
-weights divide by the size of the whole batch, so every gradient is 1/S of what it would be alone. Adam does not
-notice, because its ε is divided by S too. The result is what `ascent.train` gives seed by seed, except for the last
-bits of float32, which may change a sample after hundreds of updates (a test compares the two). A choice that looks
-across prompts (batch-normalized credit, a bound on the gradient norm) is refused.
+The tensors of `lecture` are so small that a step costs Python time, not arithmetic. So S policies are stacked into one
+module. Run s owns its slice of every parameter and prompts 3s … 3s+2 of the batch, and uses the generator of its own
+seed. The runs do not affect each other: group-relative advantages see one prompt, and Adam works number by number. The
+weights divide by the size of the whole batch, so every gradient is 1/S of what it would be alone. Adam does not notice,
+because its ε is divided by S too. The result is what `ascent.train` gives seed by seed, except for the last bits of
+float32, which may change a sample after hundreds of updates (a test compares the two). A choice that looks across
+prompts (batch-normalized advantages, a bound on the gradient norm) is an error.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def stack(one: Config, seeds: tuple[int, ...]) -> Config:
     update = one.algorithm.update
     if isinstance(one.algorithm.advantage, BatchNormalized | RunningMean) or update.max_norm is not None:
         raise ConfigError(
-            "stacked runs must not see one another: no batch-normalized or running-mean credit, no max-norm"
+            "stacked runs must not see one another: no batch-normalized or running-mean advantages, no max-norm"
         )
     algorithm = replace(one.algorithm, update=replace(update, eps=update.eps / len(seeds)))
     task = Lectures(one.task.reward, runs=len(seeds))

@@ -1,12 +1,12 @@
-"""Six ways to learn to sort, on one map: what each was given, what it cost, and how far it got.
+"""Six ways to learn to sort: data, cost and accuracy of each.
 
     python -m benchmarks.map [--seeds 1] [--steps 300]
 
 `ascent compare sort --algorithms sft,dpo,reinforce,grpo,ppo,trpo`, all from random parameters and with the task's
 own settings, 64 prompts per step. They learn from different data. sft gets the right answer to every prompt. dpo
 gets a pair of corrupted answers of which one was preferred (and it starts from a random reference, which it was not
-made for). The four others sample eight answers per prompt and get the reward of each. `labels` counts what somebody
-had to know: demonstrations, pairs, rewards. Accuracy is exact match of greedy answers on 1,000 held-out prompts.
+made for). The four others sample eight answers per prompt and get the reward of each. `labels` counts the
+demonstrations, pairs or rewards. Accuracy is exact match of greedy answers on 1,000 held-out prompts.
 
 `value` is the best accuracy of an algorithm that learns from rewards; the peer is sft's. ok: every algorithm ran,
 and labels are counted correctly: as many as samples for those that sample, and no samples for those that use offline

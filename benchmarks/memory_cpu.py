@@ -62,7 +62,7 @@ SIDES = {"chunked": LanguageLearner, "materialised": Materialised}
 
 
 def batch_of(lm: LanguageModel, prompts: int, tokens: int) -> Batch:
-    """Random tokens with random credit."""
+    """Random tokens with random advantages."""
     rng = torch.Generator().manual_seed(0)
     shape = (prompts, SAMPLES, tokens)
     batch = Batch(

@@ -2,16 +2,16 @@
 
     python -m benchmarks.mismatch [--shape 135m 1.5b] [--model FOLDER] [--smoke]
 
-A run in bfloat16 decides before step 0 whose log-probs logp_old is. This draws one batch, computes its first update
+A run in bfloat16 decides before step 0 whose log-probs logp_old is. This samples one batch, computes its first update
 with logp_old as it was resolved, with the learner's and with the sampler's, and compares the gradients, all in
 bfloat16. On a GPU the model has one of the two shapes (or is the one in FOLDER), with 256 new tokens per response. On
-a CPU it is a tiny model whose products are rounded to bfloat16. Weights, prompts and rewards are random, and no
+a CPU it is a tiny model whose matmuls are rounded to bfloat16. Weights, prompts and rewards are random, and no
 response ends early.
 
 `value` is the largest ‖g(as resolved) − g(learner)‖ / ‖g(learner)‖ of the three. It must be at most 1 %, and no token
 may be clipped. `peer` is the same with the sampler's log-probs. `clipped_minibatch` is the share of tokens that are
-clipped in the first of four mini-batches, whose products may be rounded differently from those of the whole batch.
-`--smoke` draws less, on the CPU.
+clipped in the first of four mini-batches, whose matmuls may be rounded differently from those of the whole batch.
+`--smoke` samples less, on the CPU.
 """
 
 from __future__ import annotations

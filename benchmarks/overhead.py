@@ -6,7 +6,7 @@ Ours is `ascent.train("lecture", preset="course", advantage="centered")` with it
 temporary folder. The peer is `plain` below: the same mathematics, random stream and seed in a straight line. It
 records nothing and wastes nothing (no einops, rewards from Python lists, fused Adam). Both run on one thread in one
 process and take turns, after a warm-up of each. `value` and `peer` are the medians in seconds; their ratio must be
-at most 1.4. `processor` is the ratio of the medians in processor seconds, which others that compute on the machine
+at most 1.4. `processor` is the ratio of the medians in processor seconds, which other processes on the machine
 disturb less. Both must do the same work: the final parameters are compared.
 """
 
@@ -37,7 +37,7 @@ def reward(prompt: list[int], response: list[int]) -> float:
 
 
 def plain(epochs: int = EPOCHS) -> torch.Tensor:
-    """The course's run with centered credit and nothing else; its embedding at the end."""
+    """The course's run with centered advantages and nothing else; its embedding at the end."""
     generator = torch.Generator().manual_seed(SEED)
     embedding = torch.randn(5, 10, generator=generator).requires_grad_()
     encode = (torch.randn(3, 10, 10, generator=generator) / 10**0.5).requires_grad_()
@@ -77,7 +77,7 @@ def parts(metrics: list[dict[str, float]], total: float) -> str:
         {key for line in metrics for key in line if key.startswith("time/")} - {"time/step", "time/tokens_per_second"}
     )
     spent = {name.removeprefix("time/"): sum(line.get(name) or 0.0 for line in metrics) for name in names}
-    spent["credit, metrics"] = sum(line["time/step"] for line in metrics) - sum(spent.values())
+    spent["advantages, metrics"] = sum(line["time/step"] for line in metrics) - sum(spent.values())
     spent["records, start and end"] = total - sum(spent.values())
     return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in spent.items())
 

@@ -1,11 +1,11 @@
-"""Rollouts of equal lengths on one GPU: caches in pages against caches that reserve each row's limit.
+"""Rollouts of equal lengths on one GPU: a paged KV cache against a cache that reserves each sequence's limit.
 
     python -m benchmarks.pages_gpu --before FOLDER [--shape 135m 1.5b] [--tokens 256 2048] [--turns 2] [--repeats 3]
 
 FOLDER is a checkout of commit f23e6f8, the last one with contiguous caches. Each side runs `benchmarks.rollouts_gpu` of
-this checkout, on its own library, in a process of its own. They take turns, and the best of each side counts. `value`
-is the smallest ratio of tokens per second, pages over contiguous, and the target is 0.95. Without --before only pages
-are measured. `--smoke` runs tiny models on the CPU, both times with this library.
+this checkout with its own library, in its own process. They alternate, and the best of each side counts. `value`
+is the smallest ratio of tokens per second, paged over contiguous, and the target is 0.95. Without --before only the
+paged cache is measured. `--smoke` runs tiny models on the CPU, both times with this library.
 """
 
 from __future__ import annotations

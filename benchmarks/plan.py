@@ -1,4 +1,4 @@
-"""`ascent plan` against what was measured on one H200: the constants of its model, and its error where it did not look.
+"""`ascent plan` against what was measured on one H200: the fitted constants, and the error on held-out measurements.
 
     python -m benchmarks.plan [--growth] [--page]
 
@@ -11,9 +11,9 @@ lines on the pages of the other benchmarks. They are in two sets:
 - **held-out**: other shapes, other lengths, responses of many lengths, sampling ahead, whole steps. Nothing is fitted
   to them.
 
-`value` is the largest error of a held-out time, |predicted / measured − 1|, with the constants that are in the code;
-the target is 0.25. It fails too if the code's constants are not those of the fit. Of repeated calls the fastest counts:
-the others include what the host did beside. Memory is checked in the same way, and nothing of it is fitted. `--growth`
+`value` is the largest error of a held-out time, |predicted / measured − 1|, with the constants in the code;
+the target is 0.25. It fails too if the code's constants are not those of the fit. Of repeated calls the fastest counts,
+because the others include other work of the host. Memory is checked in the same way, without any fit. `--growth`
 prints how the cost of a step grows with GPUs, with the length of answers and with parameters. `--page` writes
 benchmarks/results/plan.md.
 """

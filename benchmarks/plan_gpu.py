@@ -1,10 +1,10 @@
-"""Rollouts, scores and updates of models of many shapes on one GPU: what `ascent plan` is calibrated on and checked by.
+"""Rollouts, scores and updates of models of many shapes on one GPU: the measurements behind `ascent plan`.
 
     python -m benchmarks.plan_gpu [--shape 135m 360m …] [--out FILE] [--smoke]
 
 Random weights in bfloat16, prompts of 60 random tokens, no response ends early. Every measurement is a line: the shape,
-prompts × samples × tokens (or the lengths of every response), the seconds of each call after a first one that
-compiles, captures and does not count, and the peak of torch's allocated bytes. `python -m benchmarks.plan` reads them
+prompts × samples × tokens (or the lengths of every response), the seconds of each call after a warm-up call that
+compiles and captures, and the peak of torch's allocated bytes. `python -m benchmarks.plan` reads them
 from benchmarks/results/plan_gpu.json. `value` is the number of lines. `--smoke` measures a tiny model on the CPU.
 """
 

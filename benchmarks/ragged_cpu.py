@@ -1,20 +1,19 @@
-"""Rollouts of ragged lengths on two cores: a cache in pages against rows that reserve their limit, at the same memory.
+"""Rollouts of ragged lengths on two cores: a paged KV cache against one that reserves the limits, in equal memory.
 
     python -m benchmarks.ragged_cpu [--repeats 1] [--samples 8] [--smoke]
 
-SmolLM2-135M in float32, 4 prompts × 8 samples, every response with a fixed length of its own, from 8 to 256 tokens.
-All sides may hold as many tokens in their caches: what 8 rows of 256 tokens take, and their prompts.
+SmolLM2-135M in float32, 4 prompts × 8 samples, each response with its own fixed length, from 8 to 256 tokens.
+The KV caches of all sides have room for the same number of tokens: 8 sequences of 256 tokens, and their prompts.
 
-    before     rows that reserve their limit, so 8 at once, and a row that ends makes room for the next; decoded by the
-               model's own layers, as Ascent did it before it had pages
-    reserved   the same rows, decoded as Ascent does now (sampling/prepacked.py)
-    pages      a row takes what it uses, so more of them run at once; where room runs out, the youngest is evicted and
-               encoded again
+    before     sequences reserve their limit, so 8 run at once, and a finished one makes room for the next; decoded by
+               the model's own layers, as before the paged cache
+    reserved   the same sequences, decoded as today (inference/runners)
+    pages      a sequence allocates blocks as it grows, so more run at once; when blocks run out, the youngest is
+               preempted and prefilled again
 
-They draw the same tokens, and take turns after a short warm-up that does not count. `value` is the tokens per second
-with pages over those before (target 1.5), and `pages_alone` is the same over `reserved`; `cpu_seconds` are what the
-process computed, which others on the machine change less. It says how far it is every few seconds. `--smoke` runs a
-tiny random model.
+They sample the same tokens, and alternate after a short warm-up. `value` is the tokens per second of `pages` over
+`before` (target 1.5), and `pages_alone` is the same over `reserved`; `cpu_seconds` is the CPU time of the process,
+which other processes disturb less. Progress is printed every few seconds. `--smoke` runs a tiny random model.
 """
 
 from __future__ import annotations

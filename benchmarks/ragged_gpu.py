@@ -1,16 +1,17 @@
-"""Long and ragged answers on one GPU: responses of log-normal lengths through few lanes, against the memory's floor.
+"""Long and ragged answers on one GPU: responses of log-normal lengths in a smaller batch, against the memory's floor.
 
     python -m benchmarks.ragged_gpu [--shape 1.5b] [--responses 2048] [--lanes 512] [--floors] [--smoke]
 
-Every response has a fixed length of its own: log-normal with mean 1,000 and σ = 1, at most 8,192. The floor is the time
+Each response has its own fixed length: log-normal with mean 1,000 and σ = 1, at most 8,192. The floor is the time
 in which the memory (4.3 TB/s) can move what an ideal schedule has to: for every step, the weights once and the keys and
 values of all live tokens. In an ideal schedule a finished response is replaced at once, and a group's prompt is held
-once. `floor_with_arithmetic_s` also counts the operations: with many rows, the products with the weights take longer to
-compute (at 790 TFLOP/s) than the weights take to be read. `--floors` prints the two floors alone, which takes no GPU.
-`tail_s` are the seconds with fewer than half of the lanes busy. `reserved` is the largest number of tokens on pages
-over the largest sum of live tokens.
+once. `floor_with_arithmetic_s` also counts the operations: in large batches, matmuls take longer to
+compute (at 790 TFLOP/s) than their weights take to be read. `--floors` prints the two floors alone, which takes no GPU.
+`tail_s` are the seconds with fewer than half of the maximum number of running sequences. `reserved` is the largest
+number of tokens in allocated blocks over the largest sum of live tokens.
 
-A log-prob of every token is computed and returned. They are checked against a training forward of the first responses.
+The log-probs of all tokens are computed and returned. They are checked against a training forward of the first
+responses.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Several ranks against one process, in float64 over gloo: how far apart are their numbers?
+"""Several ranks against one process, in float64 over gloo: the largest difference.
 
     python -m benchmarks.ranks
 
 A tiny Llama with random parameters. Every rank computes its share of one batch; scores, gradient, terms, parameters
-after a step, critic and Fisher products are compared with those of one process, for every row of the menu and for what
-is hard about sharing: tied embeddings, adapters, a rank without work, ranks that need unequal numbers of passes. Then
+after a step, critic and Fisher-vector products are compared with those of one process, for every named algorithm and
+the hard cases: tied embeddings, adapters, a rank without work, ranks with unequal numbers of micro-batches. Then
 five steps of sampling and training, and checkpoints that 2 ranks write and 1 and 3 read. `value` is the largest gap.
-Last, `torchrun` starts runs of which a rank is killed at a random moment, 20 times (`--kills N`): see
+Last, `torchrun` starts runs with a rank killed at a random moment, 20 times (`--kills N`): see
 benchmarks/killed_ranks.py.
 """
 
@@ -115,7 +115,7 @@ def batch_of(algorithm: Algorithm, lengths: tuple[int, ...]) -> Batch:
     return batch.add(sampled=False, reward=reward, logp_sampler=torch.zeros_like(batch.logp_sampler))
 
 
-def credited(learner: Any, algorithm: Algorithm, batch: Batch) -> tuple[Batch, dict[str, Tensor]]:
+def with_advantages(learner: Any, algorithm: Algorithm, batch: Batch) -> tuple[Batch, dict[str, Tensor]]:
     scores = learner.score(batch, algorithm.needs | (learner.provides & {"logp_old"}))
     batch, state = algorithm.compute_advantages(
         batch.add(**{k: v for k, v in scores.items() if k != "logp_old"}), algorithm.initial_state()
@@ -156,7 +156,7 @@ def gap(
         return None  # refused
     one = learner_of(algorithm, **shape)
     shake(one)
-    mini, _ = credited(one, algorithm, batch_of(algorithm, lengths))
+    mini, _ = with_advantages(one, algorithm, batch_of(algorithm, lengths))
     wanted = numbers(one, algorithm, mini)
     several = learner_of(algorithm, micro[ranks.rank % len(micro)], **shape)
     shake(several)

@@ -1,12 +1,12 @@
-"""A GRPO step through torch.distributed on one GPU, against the plain learner: what do ranks cost by themselves?
+"""A GRPO step through torch.distributed on one GPU, against the plain learner: the overhead of ranks.
 
     python -m benchmarks.ranks_gpu [--shape 135m --shape 1.5b] [--repeats 3] [--smoke]
 
 A group of one rank (NCCL) trains the shapes of benchmarks/step_gpu.py: plain, that is without torch.distributed;
-replicated; and in shards (FSDP2). Each is made anew from the same random parameters, in bfloat16. First, all compute
+replicated; and sharded (FSDP2). Each is created from the same random parameters, in bfloat16. First, all compute
 log-probs and the gradient of one batch. Their distance to the plain learner's in float32, in the norm, has to be the
 plain learner's in bfloat16; for the smallest shape all are in float32 too, and have to be equal to 1e-5. Then follow
-whole steps, after one that does not count. `value` is the largest ratio of a median to the plain one, and the target
+whole steps, after a warm-up step. `value` is the largest ratio of a median to the plain one, and the target
 1.10. `--smoke`: a tiny model on the CPU, over gloo.
 """
 

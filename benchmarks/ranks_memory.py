@@ -1,12 +1,12 @@
-"""What each of two ranks holds after a step, against what `ascent plan` says: over gloo on the CPU.
+"""Memory of each of two ranks after a step, against the prediction of `ascent plan`: over gloo on the CPU.
 
     python -m benchmarks.ranks_memory [--ranks 2] [--smoke]
 
 A model of 2.5M random parameters in bfloat16 takes a step of GRPO with a KL to a reference, in processes that replicate
-all state and in processes that have it in shards. Then every rank counts the bytes of all tensors that it holds, each
-storage once, but for the matrices that its sampler lays out anew on a CPU alone. The plan's figure is that of
+all state and in processes that shard it. Then every rank counts the bytes of its tensors, each storage once,
+without the matrices that the engine repacks on a CPU. The plan's figure is that of
 `OneCard.state` without the logits: parameters, float32 copy, gradients, Adam and the reference. `value` is the largest
-|planned / held − 1|; the target is 0.05. `--smoke` has a tiny model.
+|planned / held − 1|; the target is 0.05. `--smoke` uses a tiny model.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 The task is `lecture`. The library's loop runs with 16 inner steps per batch, with the course's settings (Adam 1e-3,
 clip 0.01) and with the defaults of `ascent train lecture` (Adam 1e-2, clip 0.2, entropy bonus). Before every inner
 step its policy is copied. That gives pairs (old policy, policy at inner step k) on real paths, at batches 0, 5 and
-20; medians over pairs are reported. For each pair the oracle enumerates every group of 10 fresh responses drawn from
-the old policy, with leave-one-out credit, so that at k = 1 the expected update is ∇E[R] itself:
+20; medians over pairs are reported. For each pair the oracle enumerates every group of 10 fresh responses sampled from
+the old policy, with leave-one-out advantages, so that at k = 1 the expected update is ∇E[R] itself:
 
     bias = ‖E[g] − ∇E[R]‖ / ‖∇E[R]‖, and the cosine of the two,  ∇E[R] at the current policy
 

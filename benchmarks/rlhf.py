@@ -9,7 +9,7 @@ trained on the same pairs.
 
 Every stage is measured on 1,000 held-out prompts, with two samples each at temperature 1: the true reward, the
 learned reward, and the KL to the SFT policy. Without a KL the learned reward is highest and the true one is lower
-than at the start. This is over-optimisation; at some larger β the KL stops it.
+than at the start. This is over-optimization; at some larger β the KL stops it.
 
 `value` is the best true reward of a PPO with KL; the peer is the SFT policy's. ok: the reward model ranks 65 % of
 held-out pairs correctly; PPO without KL has a higher learned and a lower true reward than SFT; PPO with KL and DPO

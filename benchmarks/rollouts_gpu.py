@@ -1,17 +1,17 @@
-"""Rollouts with log-probs on one GPU: Ascent's graph decoder on two shapes of model.
+"""Rollouts with log-probs on one GPU: Ascent's engine with CUDA graphs, on two model shapes.
 
     python -m benchmarks.rollouts_gpu [--shape 135m 1.5b] [--repeats 3] [--profile] [--smoke]
 
 135m: SmolLM2-135M's shape, 32 prompts × 16 samples. 1.5b: Qwen2.5-1.5B's shape, 32 × 8. Random weights in bfloat16,
 prompts of 50 to 70 random tokens, 256 new tokens each (no response may end early), the whole vocabulary at
 temperature 1. A measurement is one call of the sampler, including the prompts, from ids on the host to ids and
-log-probs on the host. One call before it compiles and captures. `value` is the median of tokens per second.
+log-probs on the host. A warm-up call compiles and captures. `value` is the median of tokens per second.
 
-`floor_ms` is the time that the bytes of a step take at 4.3 TB/s: every weight once, the cache of each prompt once,
-and the cache of each response at half of its length. `mismatch` is the mean |log-prob of the sampler − log-prob of
+`floor_ms` is the time that the bytes of a step take at 4.3 TB/s: every weight once, the KV cache of each prompt once,
+and the KV cache of each response at half of its length. `mismatch` is the mean |log-prob of the sampler − log-prob of
 the learner's training forward| over four prompts, and `drift` is the mean difference.
 
-The peer is vLLM 0.24 with log-probs of the sampled tokens, measured on the same kind of card. `--profile` prints the
+The peer is vLLM 0.24 with log-probs of the sampled tokens, measured on the same kind of GPU. `--profile` prints the
 kernels of a step by the time that each adds. `--smoke` runs tiny models on the CPU, without graphs and kernels.
 """
 

@@ -7,14 +7,14 @@ is named, in both passes:
 
     weights     every parameter
     residual    the residual stream, after each sum
-    norms       what leaves a norm: the input of a product
-    products    what leaves a matrix product, and the gated product of two of them
-    attention   turned queries and keys, probabilities, what they mix
-    logits      what words are drawn from
+    norms       the output of a norm, the input of a matmul
+    products    the output of a matmul, and the gated product of two of them
+    attention   rotated queries and keys, attention probabilities and output
+    logits      the logits from which tokens are sampled
 
-`mixed` is all but residual and logits, `bfloat16` all but logits, `drawn` all: what the sampler drew from before.
-`--repeats` prompts, four answers each, drawn in float32. Two figures: the mean of Σ p·|Δ log p| over the states before
-tokens, and the relative error ‖Δg‖/‖g‖ of a policy gradient with advantages of ±1. What they cost: rounding_gpu.
+`mixed` is all but residual and logits, `bfloat16` all but logits, `drawn` all, as an earlier sampler did. `--repeats`
+prompts, four answers each, drawn in float32. Two figures: the mean of Σ p·|Δ log p| over the states before tokens, and
+the relative error ‖Δg‖/‖g‖ of a policy gradient with advantages of ±1. rounding_gpu measures their cost in samples.
 
 `value` is the log-prob error of mixed, `peer` that of bfloat16: ok if mixed has less. `--smoke`: a tiny random model.
 """

@@ -1,30 +1,30 @@
-"""Which rounding costs a model its samples? SmolLM2-135M-Instruct learns sums in several precisions, on paired seeds.
+"""What rounding costs in samples: SmolLM2-135M-Instruct learns sums in several precisions, on paired seeds.
 
     python -m benchmarks.rounding_gpu [--seeds 120 121 …] [--side-by-side 8] [--seconds 330] [--go-on rounding.json]
     python -m benchmarks.rounding_gpu --draw rounding.json       # only the tables of an earlier run
-    python -m benchmarks.rounding_gpu --time seconds.json        # only the seconds of an update, alone on the card
+    python -m benchmarks.rounding_gpu --time seconds.json        # only the seconds of an update, alone on the GPU
 
 The work is that of benchmarks/learn.py: 32 prompts × 16 samples, 24 new tokens, Adam at 1e-5. A run takes 10 steps
 (5,120 samples, in which accuracy rises from 7 to 37 %), and then greedy answers to 3,000 held-out problems are scored:
-with 1,000, most of the difference between two runs was the luck of the problems. `--steps 30` takes longer runs, which
-are evaluated after every tenth step. Precisions:
+with 1,000, most of the difference between two runs was sampling noise of the problems. `--steps 30` takes longer runs,
+which are evaluated after every tenth step. Precisions:
 
     float32    everything (no TF32)
-    mixed      parameters and products in bfloat16; residual stream, norms and logits in float32
+    mixed      parameters and matmuls in bfloat16; residual stream, norms and logits in float32
     bfloat16   all but the logits, which are float32 in the learner and in the sampler
-    drawn      bfloat16 whose sampler draws from logits in bfloat16, as it did before
-    float16    as bfloat16, with 3 more bits, and gradients that are scaled
+    drawn      bfloat16 with sampling from bfloat16 logits
+    float16    as bfloat16, with 3 more bits, and loss scaling
     compact    bfloat16 with bfloat16 optimizer state (`--policy.optimizer-state bfloat16`); see seven_gpu
 
-A small model's run waits for launches, so several processes share the card, and each takes the next run that nobody
-has begun. The figure of a run is the mean of its evaluations. It is compared with that of the float32 run of the same
+A small model's run is limited by kernel launches, so several processes share the GPU, and each takes the next run in
+the queue. The figure of a run is the mean of its evaluations. It is compared with that of the float32 run of the same
 seed on the same problems, and Student's interval is that of the differences over the seeds. Runs of an earlier call
 (`--go-on`) count too, up to as many steps. `--also` shows the same for the mean accuracy in training, which costs
 nothing: it is that of all samples so far.
 
 `value` is the difference of the fastest precision that loses nothing, in points; the target is that its interval
 excludes a loss of 1 point. ok also asks that float32's update takes at most 5 times bfloat16's: random parameters of
-the same shape, 24 tokens in every response, nothing else on the card. `--smoke` takes two steps of a tiny random model
+the same shape, 24 tokens in every response, nothing else on the GPU. `--smoke` takes two steps of a tiny random model
 on the CPU.
 """
 

@@ -1,11 +1,11 @@
-"""The sandbox: attempts to get out, cheats on verdicts, HumanEval's own solutions, the time of a job, what jobs leave.
+"""The sandbox: escape tests, forged verdicts, HumanEval's own solutions, the time of a job, leftovers of jobs.
 
     python -m benchmarks.sandbox
     python -m benchmarks.sandbox --trial
 
-Every attempt is made with bubblewrap and with Landlock alone; as root, where this is root, and as another user. A cheat
-is a program that passes where tests run beside it (that is tried too, in the sandbox) and that must not pass here.
-`value` is the median time of a job in milliseconds, with the walls that `--sandbox auto` takes. `ok` needs all of it.
+Every escape test runs with bubblewrap and with Landlock alone; as root, if this process is root, and as another user. A
+cheat is a program that passes if tests run in its process (that is tested too, in the sandbox) and must not pass here.
+`value` is the median time of a job in milliseconds, with the isolation of `--sandbox auto`. `ok` requires all of it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Does a step cost less per token with more samples? Ascent on one GPU with 64, 256 and 1,024 samples.
+"""Cost of a step per token on one GPU with 64, 256 and 1,024 samples.
 
     python -m benchmarks.scaling_gpu [--repeats 3] [--smoke]
 
 SmolLM2-135M's shape with random parameters in bfloat16, prompts of 60 tokens, groups of 16, 256 new tokens. Whole
-steps are measured as in step_gpu, each size after a warm-up step that does not count. `value` is the largest number
+steps are measured as in step_gpu, each size after a warm-up step. `value` is the largest number
 of seconds per generated token, as a share of that with 64 samples (the peer, 1). The target is 1: never more.
 `--smoke` runs a tiny model on the CPU.
 """

@@ -5,18 +5,18 @@
     python -m benchmarks.seven_gpu --learn --draw rounding.json                    # from the runs of rounding_gpu
 
 Qwen2.5-7B's shape, random parameters, 16 prompts of 60 tokens × 8 samples of 256 new tokens, none of which may end
-early. Optimizer state is in bfloat16 (`--policy.optimizer-state`): exact masters, moments and sums of gradients rounded
-at random, 10 bytes per parameter and 2 of the reference. `--micro`: tokens of a micro-batch; several are measured one
-after the other, on the same learner. One step before those that count compiles and captures.
+early. Optimizer state is in bfloat16 (`--policy.optimizer-state`): exact master weights, stochastically rounded moments
+and gradient sums, 10 bytes per parameter and 2 of the reference. `--micro`: tokens of a micro-batch; several are
+measured one after the other, on the same learner. A warm-up step compiles and captures.
 
 The compute floor of an update is its operations (`plan.update_operations`) at 790 TFLOP/s. The byte floor is what Adam
 and the sums of gradients must move, and the parameters that each pass reads, at 4.3 TB/s; both rates were measured on
 an H200. `value` is the update over the larger floor (the peer, 1): at most 1.5, with a peak of at most 100 GiB. The
-seconds of Adam alone are shown against 20 bytes per parameter. `--before` then tries float32 state and says where it
-ends. `--limit` is `--policy.gpu-memory`: a smaller card.
+seconds of Adam alone are shown against 20 bytes per parameter. `--before` then tries float32 state and reports where it
+runs out of memory. `--limit` is `--policy.gpu-memory`: a smaller GPU.
 
 `--learn` trains SmolLM2-135M as benchmarks/rounding_gpu.py does, in bfloat16 with float32 state and with bfloat16, on
-the same seeds and for the same number of steps, `--jobs` runs side by side on the card. ok: the 95 % interval of the
+the same seeds and for the same number of steps, `--jobs` runs side by side on the GPU. ok: the 95 % interval of the
 paired difference of strict accuracies excludes a loss of 2 points. `--smoke` runs a tiny model on the CPU, without
 measuring.
 """

@@ -1,10 +1,11 @@
-"""Two runs at once on one machine: what each loses to the other.
+"""Two concurrent runs on one machine: the slowdown of each.
 
     python -m benchmarks.side_by_side [--steps 12] [--vocab 4096] [--smoke]
 
-A run is GRPO of a random Llama (4 layers, width 256) on 8 prompts × 8 samples of 32 tokens, in a process of its own, as
-`ascent train` begins it: it looks who computes here, and takes its share of torch's threads. Three cases, one after the
-other: a run alone; two that begin together; and one that begins when another, which has all threads, is under way.
+A run is GRPO of a random Llama (4 layers, width 256) on 8 prompts × 8 samples of 32 tokens, in its own process, started
+like `ascent train`: it counts the processes that compute here, and takes its share of torch's threads. Three cases, one
+after the other: a run alone; two that start together; and one that starts while another, which has all threads, is
+running.
 
 `value` is the time of a step beside another run, over the time of a step alone: the larger of two that begin together,
 by the medians of as many steps of each, during which both computed. At most 2, so that two runs at once are done no

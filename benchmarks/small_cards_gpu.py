@@ -1,15 +1,15 @@
-"""Small cards, emulated on a large one by a limit on its memory: what fits, and how long a step takes.
+"""Small GPUs, emulated on a large one by a memory limit: what fits, and how long a step takes.
 
     python -m benchmarks.small_cards_gpu [--side NUMBER …] [--repeats 2] [--gap] [--smoke]
 
-Each side is a process of its own with `--policy.gpu-memory`, and all of them share the card at the same time, so that
-their seconds are for orientation alone:
+Each side is a process with `--policy.gpu-memory`, and all share the GPU at the same time, so that
+their seconds are only a rough guide:
 
     22 GiB     1.5B with every parameter, 16 × 8 × 256, once with a frozen reference and once without
     14 GiB     135M in float16, without Triton and without flash attention, as on a T4, 8 × 8 × 128
     22 GiB     7B with LoRA of rank 16 on a base in 4 bits, 16 × 8 × 256
 
-Whether a side took the small form of optimizer state was its own choice. `value` is how many of the sides took their
+Each side chooses its form of optimizer state itself. `value` is how many of the sides took their
 steps within their limit, with finite losses; ok: all of them. `peak` is the most that torch reserved, the limit's own
 measure. A T4's missing bfloat16 is emulated by `--policy.dtype float16`, its speed is not. `mismatch` is the mean
 |log-prob of the sampler − log-prob of the learner| of the last step; `from_base`, of the base in 4 bits, the mean

@@ -2,10 +2,10 @@
 
     python -m benchmarks.small_gpu [--repeats 20] [--smoke]
 
-SmolLM2-135M's shape with random parameters in bfloat16 and float32 masters, Dr. GRPO's loss. 8 prompts of 60 tokens ×
-8 samples of 64 tokens; and 32 × 16 × 24. Both sides are the same learner; one does not capture.
-They take turns after three updates that do not count, because the second one captures. An update is `learner.step`:
-the gradient, the optimizer and the numbers that it reports.
+SmolLM2-135M's shape with random parameters in bfloat16 and float32 master weights, Dr. GRPO's loss. 8 prompts of 60
+tokens × 8 samples of 64 tokens; and 32 × 16 × 24. Both sides are the same learner; one does not capture. They alternate
+after three warm-up updates, of which the second captures. An update is `learner.step`: the gradient, the optimizer and
+the numbers that it reports.
 
 `value` is the captured update of 8 × 8 × 64 as a share of the launched one (the peer, 1): at most 0.5. The JSON line
 has every second, and the norms of the first gradients of both sides, which must agree to 2 %. `--smoke` runs a tiny

@@ -3,7 +3,7 @@
     python -m benchmarks.sort [--seeds 3]
 
 `value` is the lowest exact-match accuracy of any seed, of greedy answers to all held-out prompts (about 20,000).
-None of them is ever drawn for training, which is checked on a large draw. The target is 99 %, in at most 90 s on two
+None of them is ever a training prompt, which is checked on a large sample. The target is 99 %, in at most 90 s on two
 cores. The seconds are those of the whole call, including records and evaluations. The peer is the same policy before
 training.
 """

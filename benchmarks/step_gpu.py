@@ -10,13 +10,13 @@ parts, with float32 master parameters and micro-batches of its own choice. TRL's
 benchmarks/peers/trl_step.py, in pure bfloat16, without checkpointing, with the micro-batches in `TRL_ROWS`. Both use
 Dr. GRPO's loss without KL and clipped gradients, and record nothing.
 
-They run one after the other, because they do not fit on the card together, each after a warm-up step that does not
-count. `value` is the median of TRL's seconds divided by the median of Ascent's. TRL 1.16.0 must be installed in the
-same environment as Ascent. `--vllm` lets vLLM 0.24.0 generate for TRL, in its process (colocated mode), and takes both
-shapes: the two TRL are started together, because a start takes a minute, and then take their steps one after the other.
-It has to be installed there too. `--alone` leaves TRL out. `--tokens 24` is a step of short answers, which waits for
-the host more than for the card. `--profile` prints where the time of one of our steps goes, on the card and on the
-host. `--smoke` runs a tiny model on the CPU without TRL.
+They run one after the other, because they do not fit on the GPU together, each after a warm-up step. `value` is the
+median of TRL's seconds divided by the median of Ascent's. TRL 1.16.0 must be installed in the same environment as
+Ascent. `--vllm` lets vLLM 0.24.0 generate for TRL, in its process (colocated mode), and takes both shapes: the two TRL
+are started together, because a start takes a minute, and then take their steps one after the other. It has to be
+installed there too. `--alone` leaves TRL out. `--tokens 24` is a step of short answers, which is limited by the host
+more than by the GPU. `--profile` prints where the time of one of our steps goes, on the GPU and on the host. `--smoke`
+runs a tiny model on the CPU without TRL.
 """
 
 from __future__ import annotations

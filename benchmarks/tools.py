@@ -1,11 +1,11 @@
-"""A real model learns to use a tool on one GPU: SmolLM2-135M-Instruct and a calculator, on products beyond it.
+"""A real model learns to use a tool on one GPU: SmolLM2-135M-Instruct and a calculator, on hard products.
 
     python -m benchmarks.tools [--steps 40] [--seed 0] [--smoke]        # needs a GPU
 
 The task is the product of two numbers of three digits. Two runs of GRPO, with the same number of steps, responses and
-problems: with `--tools calculator`, and without. SmolLM2 never writes a call by itself, so the run with the tool
-starts from a short `ascent sft` on 2 × 64 demonstrations of other problems: how a product is asked for, and how a
-result is read. 32 prompts × 16 responses per step, at most 48 drawn tokens, Adam at 1e-5, temperature 1. `value` is the
+problems: with `--tools calculator`, and without. SmolLM2 never writes a call by itself, so the run with the tool starts
+from a short `ascent sft` on 2 × 64 demonstrations of other problems: how a product is asked for, and how a result is
+read. 32 prompts × 16 responses per step, at most 48 sampled tokens, Adam at 1e-5, temperature 1. `value` is the
 accuracy of greedy answers to 200 held-out problems after training with the tool, `peer` that after training without.
 ok: at least 30 points between them. `--smoke` takes one step of a tiny random model on the CPU.
 """

@@ -1,8 +1,8 @@
-"""TRPO on `sort` from random parameters: is the trust region kept, is it used, and what does a step gain?
+"""TRPO on `sort` from random parameters: KL within the trust region, share of it used, gain per step.
 
     python -m benchmarks.trpo [--seeds 5]
 
-Each seed takes 200 updates of `trpo` (Δ = 0.01). The realised KL(π_old ‖ π) is computed here, from a copy of the
+Each seed takes 200 updates of `trpo` (Δ = 0.01). The realized KL(π_old ‖ π) is computed here, from a copy of the
 policy that sampled, over the full vocabulary at every token of the batch. The update's own report is not used.
 `value` is the largest KL/Δ of any update. ok: at most 1, with at least 95 % of the steps accepted while groups still
 carry signal, and a median KL/Δ of at least 0.5. The peer is `ppo` with equal samples (512 per step) and the task's

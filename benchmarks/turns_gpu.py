@@ -1,16 +1,16 @@
-"""Conversations on one GPU: what turns cost, against one answer of the same tokens.
+"""Conversations on one GPU: the overhead of turns, against one response of the same number of tokens.
 
     python -m benchmarks.turns_gpu [--seconds 0.5] [--repeats 3] [--smoke]
 
 SmolLM2-135M's shape with random weights in bfloat16; 32 prompts of 50 to 70 tokens × 16 episodes of 4 turns, with 128
-drawn and 32 observed tokens per turn (an observation between two turns: 608 tokens in all). One answer of the same
-tokens has 608 drawn ones. Environments answer at once, or each after `--seconds`. Each measurement is one call of the
-sampler, the median of `--repeats` after one that compiles and captures.
+sampled and 32 observed tokens per turn (an observation between two turns: 608 tokens in all). The single response has
+608 sampled tokens. Environments answer at once, or each after `--seconds`. Each measurement is one call of the
+engine, the median of `--repeats` after one that compiles and captures.
 
 `value` is the ratio of episodes that are answered at once to one answer of the same tokens (at most 1.25). With
 `--seconds` per turn, `waiting` is the ratio to the larger of one answer's time and 4 × seconds plus one episode
-alone (at most 1.2). `fed` and `encoded` are the same episodes with every observation fed step by step, or encoded at
-once; the decoder chooses between them by how many rows come back. `--smoke` runs a tiny model on the CPU.
+alone (at most 1.2). `fed` and `encoded` are the same episodes with every observation fed step by step, or prefilled;
+the engine chooses between them by the number of returning sequences. `--smoke` runs a tiny model on the CPU.
 """
 
 from __future__ import annotations

@@ -2,15 +2,15 @@
 
     python -m benchmarks.update_gpu [--shape 135m|1.5b] [--repeats 3] [--smoke]
 
-Random parameters in bfloat16 and float32 masters, Dr. GRPO's loss, groups of 8, prompts of 60 tokens, 131,072 loss
-tokens per update: 64 responses of 2,048 tokens, or 16 of 8,192. Operations are counted by `plan.update_operations`:
-those of the model, attention included, each once (what flash attention computes again is not counted). `value` is
-TFLOP/s at 8,192 tokens as a share of those at 2,048 (the peer, 1). The target is 0.85.
+Random parameters in bfloat16 and float32 master weights, Dr. GRPO's loss, groups of 8, prompts of 60 tokens, 131,072
+loss tokens per update: 64 responses of 2,048 tokens, or 16 of 8,192. Operations are counted by
+`plan.update_operations`: those of the model, attention included, each once (what flash attention computes again is not
+counted). `value` is TFLOP/s at 8,192 tokens as a share of those at 2,048 (the peer, 1). The target is 0.85.
 
-Then updates at the edge of the memory: a quarter of what is free is taken, as the sampler's caches take it, and five
-batches of several micro-batches each go through, with micro-batches of the learner's own choice. Of each, the largest
-number of bytes that was foreseen and the one that was measured are shown. None may run out of memory, nor take more
-than was foreseen. `--smoke` runs a tiny model on the CPU, without measuring.
+Then updates at the edge of the memory: a quarter of what is free is taken, as the engine's KV cache does, and five
+batches of several micro-batches each go through, with micro-batches of the learner's choice. For each, the largest
+predicted and measured numbers of bytes are shown. None may run out of memory, or take more than was
+predicted. `--smoke` runs a tiny model on the CPU, without measuring.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Lengths = list[tuple[int, list[int]]]
 
 
 def batch_of(lm: LanguageModel, lengths: Lengths) -> Batch:
-    """Random tokens of these lengths, with credit, ready for an update."""
+    """Random tokens of these lengths, with advantages, ready for an update."""
     generator = torch.Generator().manual_seed(0)
     prompts, width = torch.tensor([n for n, _ in lengths]), max(max(own) for _, own in lengths)
     mask = torch.arange(width) < torch.tensor([own for _, own in lengths]).unsqueeze(-1)

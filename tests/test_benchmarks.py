@@ -49,7 +49,7 @@ SMALL = (
 )
 SMALL = (
     *SMALL,
-    "credit_variance",
+    "advantage_variance",
     "sort_samples",
     "trpo",
     "rlhf",
@@ -127,7 +127,7 @@ def test_without_a_gpu_those_for_one_say_so_before_any_work(name: str, capsys: p
 
 @pytest.mark.smoke
 def test_the_published_run_is_reproduced(capsys: pytest.CaptureFixture[str]) -> None:
-    closing, before = run("lecture_logs", capsys, "--credit", "normalized")
+    closing, before = run("lecture_logs", capsys, "--advantage", "normalized")
     assert closing["ok"]
     lines = [json.loads(text) for text in before]
     assert [(line["epoch"], line["step"]) for line in lines] == [(e, s) for e in range(100) for s in (0, 5)]
@@ -178,10 +178,10 @@ def test_credit_is_unbiased_where_it_has_to_be(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("benchmarks.common.RESULTS", tmp_path)
-    closing, before = run("credit_variance", capsys)
+    closing, before = run("advantage_variance", capsys)
     assert closing["ok"] and closing["variance_td"] < closing["variance_gae"] < closing["variance_monte_carlo"]
     assert closing["bias_td_crude"] > closing["bias_gae_crude"] > 1e-3 > closing["bias_monte_carlo_crude"]
-    assert (tmp_path / "credit_variance.png").exists() and len(before) == 17
+    assert (tmp_path / "advantage_variance.png").exists() and len(before) == 17
 
 
 @pytest.mark.smoke

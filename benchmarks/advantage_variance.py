@@ -1,13 +1,13 @@
-"""Bias and variance of credit from a critic, compared with group credit. All numbers are exact, from the oracle.
+"""Exact bias and variance of advantages from a critic, compared with group-relative advantages.
 
-    python -m benchmarks.credit_variance
+    python -m benchmarks.advantage_variance
 
 A small transformer sorts three numbers out of three. Each right position earns one point, paid at the end. Every
-response is enumerated in float64, so the gradient estimate of a credit has an exact expectation and an exact
+response is enumerated in float64, so the gradient estimate of an advantage has an exact expectation and an exact
 variance (the trace of its covariance). Here they are for one prompt with four samples and sequence-sum weights. The
 critic is the exact V, a crude one (half of V plus a wave over the tokens so far), or a useless one (V = 0).
 
-`value` is the largest bias among those that must be 0: every credit with the exact V, Monte Carlo with any V,
+`value` is the largest bias among those that must be 0: every advantage with the exact V, Monte Carlo with any V,
 leave-one-out and raw. The table has the biases of the others. The exact V is not the baseline of least variance:
 under Monte Carlo the crude one has less.
 """
@@ -33,7 +33,7 @@ from ascent.tasks.small.sorting import Sort
 from benchmarks.common import COLORS, close, figure, markdown, save_picture, show, write_page
 
 SAMPLES, LARGEST_BIAS = 4, 1e-9
-CREDITS = (TD(), KStep(k=2), GAE(1.0, 0.95), MonteCarlo())
+ADVANTAGES = (TD(), KStep(k=2), GAE(1.0, 0.95), MonteCarlo())
 GROUPS = (Raw(), Centered(), LeaveOneOut(), Normalized())
 PROMPT = (2, 0, 1)
 
@@ -51,13 +51,13 @@ def critics() -> tuple[Any, dict[str, Tensor]]:
     return (policy, task, exact), values
 
 
-def measure(found: ResponseTable, credit: Any, gradient: Tensor) -> tuple[float, float]:
+def measure(found: ResponseTable, advantage: Any, gradient: Tensor) -> tuple[float, float]:
     """Bias over the gradient's length, and variance over its square, at four samples.
 
-    Credit from a critic sees no other sample: its estimate is a mean of independent ones, and one is enumerated.
+    An advantage from a critic uses no other sample: its estimate is a mean of independent ones, and one is enumerated.
     """
-    alone = not credit.group_relative
-    algorithm = Algorithm(credit, critic=OwnCritic()) if credit.needs else Algorithm(credit)
+    alone = not advantage.group_relative
+    algorithm = Algorithm(advantage, critic=OwnCritic()) if advantage.needs else Algorithm(advantage)
     e = estimate(found, algorithm, 1 if alone else SAMPLES)
     return e.bias(gradient), e.variance / (SAMPLES if alone else 1) / float(gradient @ gradient)
 
@@ -68,17 +68,19 @@ def main(argv: list[str] | None = None) -> int:
     (policy, task, exact), values = critics()
     tables = {name: ResponseTable(policy, torch.tensor(PROMPT), task, value=V) for name, V in values.items()}
     g = exact.gradient
-    found = {(spell(credit), "—"): measure(exact, credit, g) for credit in GROUPS}
+    found = {(spell(advantage), "—"): measure(exact, advantage, g) for advantage in GROUPS}
     for name, table in tables.items():
-        found |= {(spell(credit), name): measure(table, credit, g) for credit in CREDITS}
-    head = ["credit", "critic", "bias / ‖∇E[R]‖", "variance / ‖∇E[R]‖²"]
-    rows = [[credit, name, f"{bias:.2g}", f"{variance:.3f}"] for (credit, name), (bias, variance) in found.items()]
+        found |= {(spell(advantage), name): measure(table, advantage, g) for advantage in ADVANTAGES}
+    head = ["advantage", "critic", "bias / ‖∇E[R]‖", "variance / ‖∇E[R]‖²"]
+    rows = [
+        [advantage, name, f"{bias:.2g}", f"{variance:.3f}"] for (advantage, name), (bias, variance) in found.items()
+    ]
     show(head, rows)
     sweep = [i / 20 for i in range(21)]
     curves = {n: [measure(t, GAE(1.0, lam), g) for lam in sweep] for n, t in tables.items()}
     picture = draw(sweep, curves, found)
-    text = f"# Credit from a critic: bias and variance\n\n{__doc__}\n\n{markdown(head, rows)}\n\n"
-    write_page("credit_variance", text + f"![Bias and variance over λ]({picture.name})")
+    text = f"# Advantages from a critic: bias and variance\n\n{__doc__}\n\n{markdown(head, rows)}\n\n"
+    write_page("advantage_variance", text + f"![Bias and variance over λ]({picture.name})")
     due = {
         k: bias
         for k, (bias, _) in found.items()
@@ -90,26 +92,26 @@ def main(argv: list[str] | None = None) -> int:
     more = {f"variance_{n}": found[s, "exact V"][1] for n, s in names}
     more |= {f"bias_{n}_crude": found[s, "crude V"][0] for n, s in names}
     more |= {"variance_leave_one_out": found["leave-one-out", "—"][1], "variance_raw": found["raw", "—"][1]}
-    return close("credit_variance", max(due.values()), None, LARGEST_BIAS, ok, **more)[1]
+    return close("advantage_variance", max(due.values()), None, LARGEST_BIAS, ok, **more)[1]
 
 
 def draw(
     sweep: list[float], curves: dict[str, list[tuple[float, float]]], found: dict[Any, tuple[float, float]]
 ) -> Any:
-    """Bias and variance of GAE over λ for each critic, with the group credits as lines."""
+    """Bias and variance of GAE over λ for each critic, with the group-relative advantages as lines."""
     fig, axes = figure(1, 2, (9.6, 3.8))
     for panel, (axis, title) in enumerate(zip(axes.flat, ("Bias / ‖∇E[R]‖", "Variance / ‖∇E[R]‖²"), strict=True)):
         for i, (name, points) in enumerate(curves.items()):
             axis.plot(sweep, [p[panel] for p in points], color=COLORS[i], label=f"GAE, {name}", linewidth=1.8)
-        for i, credit in enumerate(("raw", "centered", "leave-one-out", "normalized")):
-            level = found[credit, "—"][panel]
-            axis.axhline(level, color=COLORS[4 + i], linestyle=":", linewidth=1.4, label=credit)
+        for i, advantage in enumerate(("raw", "centered", "leave-one-out", "normalized")):
+            level = found[advantage, "—"][panel]
+            axis.axhline(level, color=COLORS[4 + i], linestyle=":", linewidth=1.4, label=advantage)
         axis.set_title(title)
         axis.set_xlabel("λ   (0: TD, 1: Monte Carlo)")
         axis.set_ylim(bottom=-0.03)
     axes.flat[0].legend(frameon=False, fontsize=7.5, loc="upper right")
     fig.suptitle(f"One prompt, {SAMPLES} samples, everything enumerated", x=0.01, ha="left", fontsize=11)
-    return save_picture(fig, "credit_variance")
+    return save_picture(fig, "advantage_variance")
 
 
 if __name__ == "__main__":
