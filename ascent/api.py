@@ -459,7 +459,7 @@ def run_steps(prepared: PreparedRun, step_by_step: bool = False) -> Generator[Tr
     writer.trackers = trackers
     writer.journal = None if parts.engine.deterministic else Journal(folder.path)
     writer.timeline = parts.backend.timeline(parts.engine) if config.data == "samples" else None
-    parts.backend.set_log_folder(parts.scored_evaluation[1] if parts.scored_evaluation else parts.engine, folder.path)
+    parts.backend.set_log_folder(parts.evaluation.engine if parts.evaluation else parts.engine, folder.path)
 
     def waiting(here: bool) -> AbstractContextManager[None]:
         return interruptible(writer, lambda: display.show_message(STOPPING_AFTER_STEP)) if here else nullcontext()

@@ -242,7 +242,7 @@ def parts_of(ranks: Ranks, sharded: bool, algorithm: Algorithm) -> Any:
     if isinstance(ranks, RankGroup):
         sampler = RankedEngine(sampler, ranks, learner, True)
     config = SimpleNamespace(algorithm=algorithm)
-    return SimpleNamespace(config=config, learner=learner, engine=sampler, scored_evaluation=None)
+    return SimpleNamespace(config=config, learner=learner, engine=sampler, evaluation=None)
 
 
 def led(ranks: Ranks, sharded: bool, algorithm: Algorithm, work: Callable[[Any, Any], Any]) -> tuple[Any, Any]:

@@ -1,8 +1,8 @@
-"""A backend makes everything that belongs to one kind of policy.
+"""The backend of a kind of policy makes its model, learner, rollout engine and bound task.
 
-The kind is decided once, from the config (`backends.backend_of`). Afterwards nobody asks what kind a policy or a task
-is: callers hold a backend, a bound task, a sampler and a learner. A new engine is a folder with a backend, and one line
-in `backends.BACKENDS`; tests/build/test_backends.py then holds it to the contract.
+The backend is chosen once, from the config (`backends.backend_of`). Other code uses a backend, a bound task, a rollout
+engine and a learner without checking the kind of policy. To add a kind, add a subclass and list it in
+`backends.BACKENDS`; tests/build/test_backends.py checks its contract.
 """
 
 from abc import ABC, abstractmethod
@@ -62,9 +62,9 @@ class BoundTask(Task, Protocol):
 
 
 class OfflineEngine(RolloutEngine):
-    """Answers each prompt with what was written down: a demonstration, a preference pair, or labelled steps.
+    """An engine that returns stored responses: demonstrations, preference pairs or labelled steps.
 
-    So the loop, its records and its checkpoints are the same for offline data as for sampled responses.
+    It lets the training loop, run files and checkpoints treat offline data like sampled responses.
     """
 
     limit = 0
@@ -85,10 +85,10 @@ class OfflineEngine(RolloutEngine):
 
 
 class LearnedReward:
-    """A reward model or a process reward, loaded from a run: rollouts in, a number per response or per token."""
+    """A reward model or process reward loaded from a run: maps rollouts to a score per response or per token."""
 
     batch: int = 1 << 30
-    """Responses that it rates at once."""
+    """Number of responses rated per batch."""
 
     def __init__(self, model: Any, read: Callable[[Any, Rollouts], Tensor], config: Config):
         self.model, self.read, self.config = model, read, config
@@ -99,7 +99,7 @@ class LearnedReward:
 
 
 class InitialParams(NamedTuple):
-    """Parameters to start training from, and the folder that holds them."""
+    """Initial parameters of training, and the folder that they come from."""
 
     source: Path
     params: Params
@@ -107,7 +107,7 @@ class InitialParams(NamedTuple):
 
 @dataclass
 class PreflightReport:
-    """What a pre-flight says, line by line, and what stands in the way."""
+    """The lines, warnings and errors of a pre-flight check."""
 
     lines: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -122,60 +122,60 @@ class PreflightReport:
 
 
 class Backend(ABC):
-    """Makes what a run of one kind of policy needs. It holds no state of its own."""
+    """Factory for the parts of a run, for one kind of policy. It is stateless."""
 
     name: ClassVar[str]
-    """A policy choice names its backend by this (its class attribute `backend`; without one, `small`)."""
+    """Name that a policy choice refers to by its class attribute `backend` (default: `small`)."""
     task_kind: ClassVar[str]
-    """The kind of task that its policies read (a task's class attribute `kind`)."""
+    """The kind of task that its policies are trained on (a task's class attribute `kind`)."""
     uses_text: ClassVar[bool] = False
-    """Are prompts and responses words? Only then can a judge read them; but a prompt is then of any length, and a
-    typed one has no answer to score a response by."""
+    """Whether prompts and responses are text. Only text can be judged, but prompts then have any length, and prompts
+    that a user types have no reference answer."""
     packages: ClassVar[tuple[str, ...]] = ()
-    """Packages whose versions run.json lists, beside those of every run."""
+    """Further packages whose versions run.json records."""
     seeds_responses: ClassVar[bool] = False
-    """Has every response a seed of its own? Then any rank may draw it."""
+    """Whether each response has its own seed, so that any rank can sample it."""
     can_enumerate: ClassVar[bool] = False
-    """Can its policies give the probability of every response, where there are few? Then E[R] is exact."""
+    """Whether policies can compute the probability of every response of a small space, so that E[R] is exact."""
 
-    # ---- refusals
+    # ---- checks of a config
 
     @abstractmethod
     def mismatch(self, config: Config) -> str:
-        """Why a policy of this backend cannot be trained on the config's task, which is of another kind."""
+        """Return why a policy of this backend cannot be trained on the config's task, which is of another kind."""
 
     @abstractmethod
     def check(self, config: Config) -> None:
-        """Refuse, before any work, what this backend cannot do."""
+        """Raise ConfigError for settings that this backend does not support."""
 
     def check_ranks(self, config: Config, size: int) -> None:
-        """Refuse what this backend cannot do on a group of this many ranks; 0: there is no group."""
+        """Raise ConfigError for settings that are not supported on `size` ranks; 0: not started by torchrun."""
         if config.ahead and size and not in_ray_cluster():
             raise ConfigError(
                 f"--ahead {config.ahead} under torchrun: how far sampling gets ahead would depend on the number of "
                 "ranks, and so would the numbers of the run. Leave --ahead out, or start it by `ascent cluster`"
             )
 
-    def check_task(self, config: Config, task: Any, flag: str) -> None:  # noqa: B027 (most tasks of a kind will do)
-        """Refuse another task that the policy of a config cannot read."""
+    def check_task(self, config: Config, task: Any, flag: str) -> None:  # noqa: B027 (most backends accept every task of their kind)
+        """Raise ConfigError if the policy of a config cannot be evaluated on another task."""
 
-    # ---- what a run is made of
+    # ---- parts of a run
 
     @abstractmethod
     def model(
         self, config: Config, streams: Streams, start: InitialParams | None, fresh: bool = False
     ) -> tuple[Any, tuple[str, ...]]:
-        """What is trained: a policy, or a model with a reward head; and what a person should know of it.
+        """Return the model to train, a policy or a reward model, and notes to the user.
 
-        `fresh`: for a new run, which may choose what its config leaves open; others take what was always taken.
+        Only for a new run (`fresh`) may settings that the config leaves open be chosen by measurement.
         """
 
     def resolve_config(self, config: Config, model: Any) -> Config:
-        """The config of a new run with what its model was chosen to be."""
+        """Return the config of a new run with the choices that `model` made, such as its precision."""
         return config
 
     def align_precision(self, configs: Mapping[str, Config]) -> Mapping[str, Config]:
-        """Settings that are compared, without what they would choose differently though nobody asked for it."""
+        """Return the configs of a comparison with the same default precision."""
         return configs
 
     @abstractmethod
@@ -185,29 +185,29 @@ class Backend(ABC):
     def rollout_engine(self, config: Config, model: Any, generator: torch.Generator) -> RolloutEngine: ...
 
     def timeline(self, engine: RolloutEngine) -> OccupancyTimeline | None:
-        """Where its sampler notes how many responses it decodes at once; None: always all of them."""
+        """Return the engine's record of how many sequences it decodes over time; None: always the whole batch."""
         return None
 
-    def set_log_folder(self, engine: RolloutEngine, folder: Path) -> None:  # noqa: B027 (most samplers start nothing)
-        """Tell a sampler that starts processes where their logs go: into the run's folder."""
+    def set_log_folder(self, engine: RolloutEngine, folder: Path) -> None:  # noqa: B027 (most engines start no process)
+        """Set the folder for the logs of processes that the engine starts."""
 
-    def enable_early_scoring(self, task: Any, engine: Any) -> None:  # noqa: B027 (small policies are drawn whole)
-        """Let a sampler hand responses over to the task's scoring while it draws others, where it can."""
+    def enable_early_scoring(self, task: Any, engine: Any) -> None:  # noqa: B027 (small policies finish all responses at once)
+        """Let the engine pass finished responses to the task's rewards while it generates others, if it can."""
 
-    def enable_early_training(self, config: Config, engine: Any, learner: Any) -> None:  # noqa: B027 (most learners wait)
-        """Let a learner begin with a step's rollouts before they are scored, where it can."""
+    def enable_early_training(self, config: Config, engine: Any, learner: Any) -> None:  # noqa: B027 (most learners need complete batches)
+        """Let the learner start on a step's rollouts before their rewards are known, if it can."""
 
     def dtype(self, model: Any) -> torch.dtype:
-        """What log-probs are computed in: that of the sampler or of the learner, whichever is coarser."""
+        """Return the dtype of log-probs: the lower precision of engine and learner."""
         return torch.float32
 
     @abstractmethod
     def bind(self, task: Any, model: Any, rewards: Mapping[str, Any]) -> BoundTask:
-        """The task as the loop calls it. `rewards`: what `reward_sources` names, loaded, by source."""
+        """Bind a task to a model. `rewards` has the loaded rewards named by `reward_sources`."""
 
     @abstractmethod
     def offline(self, config: Config, model: Any, generator: torch.Generator) -> tuple[BoundTask, RolloutEngine]:
-        """The task as a source of offline data (config.data), and the sampler that reads it out."""
+        """Return the task as a source of offline data (config.data), and the engine that returns these data."""
 
     def preflight(
         self,
@@ -218,25 +218,25 @@ class Backend(ABC):
         engine: RolloutEngine | None,
         notes: Sequence[str],
     ) -> PreflightReport | None:
-        """What to know before a run begins; None: there is nothing to look at. No `sampler`: nothing is sampled."""
+        """Check a run before it begins; None: no checks. `engine` is None if nothing is sampled."""
         return None
 
-    # ---- what is loaded from a run
+    # ---- loading from a run
 
     @abstractmethod
     def policy(self, config: Config, params: Params | None) -> Any:
-        """A policy to be asked and not to be trained: of a checkpoint's parameters, or untrained."""
+        """Return a policy for inference, with a checkpoint's parameters or, without them, untrained."""
 
     @abstractmethod
     def learned_reward(self, config: Config, params: Params, device: str | None, batch: int) -> LearnedReward:
-        """The reward model or process reward of a run's checkpoint."""
+        """Return the reward model or process reward of a run's checkpoint."""
 
     def reward_sources(self, task: Any) -> list[str]:
-        """The learned rewards and judges that a task names: model:RUN, process:RUN, process-score:RUN, judge:FILE."""
+        """Return the learned rewards and judges of a task: model:RUN, process:RUN, process-score:RUN, judge:FILE."""
         return []
 
     def reward_placement(self, task: Any) -> tuple[str | None, int]:
-        """Where the task's learned rewards run (None: as they were trained), and responses that they rate at once."""
+        """Return the device of the task's learned rewards (None: the one of their training) and their batch size."""
         return None, 16
 
     def export(self, config: Config, run: Path, params: Params, folder: Path) -> None:
@@ -246,10 +246,10 @@ class Backend(ABC):
             f'ascent.load("{run}").policy; its parameters are in {run}/checkpoints/*/params.safetensors'
         )
 
-    # ---- asking a policy
+    # ---- sampling from a policy
 
     def with_settings(self, config: Config, changes: dict[str, Any]) -> Config:
-        """The config with other ways to sample. ConfigError: what its policies do not know."""
+        """Return the config with other sampling settings; raise ConfigError for unsupported ones."""
         for name in changes:
             if name != "temperature":
                 raise ConfigError(
@@ -260,12 +260,12 @@ class Backend(ABC):
     def engine_for_prompts(
         self, config: Config, policy: Any, prompts: Prompts, seed: int, version: int
     ) -> RolloutEngine:
-        """A sampler for these prompts, whose draws the seed decides."""
+        """Return an engine for these prompts; the seed determines its samples."""
         return self.rollout_engine(config, policy, torch.Generator().manual_seed(seed))
 
     def serving_engine(self, config: Config, policy: Any, context: int, version: int) -> Any:
-        """A sampler for requests of up to so many tokens, prompts counted."""
-        raise ConfigError("this policy reads and writes numbers: there is nothing to say to it over HTTP")
+        """Return an engine for requests of up to `context` tokens, including their prompts."""
+        raise ConfigError("this policy reads and writes numbers, not text: it cannot be served over HTTP")
 
     @abstractmethod
     def continue_responses(
@@ -277,14 +277,14 @@ class Backend(ABC):
         count: int,
         engine: RolloutEngine,
     ) -> list[list[list[int]]]:
-        """`count` whole responses per prefix, [prompt][sample], which may run past their end tokens."""
+        """Sample `count` complete responses per prefix, [prompt][sample]; tokens may follow the end token."""
 
-    # ---- other settings of the same kind
+    # ---- settings of related runs
 
     def reward_setting(self, reward: Sequence[str]) -> Any:
-        """Rewards as the task's field `reward` has them."""
+        """Convert rewards to the form of the task's field `reward`."""
         return reward[0] if len(reward) == 1 else tuple(reward)
 
     @abstractmethod
     def reward_model_task(self, config: Config, pairs: Path) -> tuple[Any, dict[str, Any]]:
-        """The task, and settings of it, for a reward model that learns from a file of the policy's pairs."""
+        """Return the task and settings to train a reward model on a file of pairs of the policy's responses."""

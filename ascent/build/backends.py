@@ -1,4 +1,4 @@
-"""Every backend: a new engine is one folder and one line here."""
+"""All backends, and the choice of the backend of a config."""
 
 from ascent.build.backend import Backend
 from ascent.build.language_backend import LanguageBackend
@@ -10,7 +10,7 @@ BACKENDS: list[Backend] = [SmallBackend(), LanguageBackend()]
 
 
 def backend_of(config: Config) -> Backend:
-    """The backend of a config's policy. ConfigError: a task of a kind that it does not read."""
+    """Return the backend of a config's policy; raise ConfigError if it does not support the task."""
     name = getattr(config.policy, "backend", "small")
     backend = next((backend for backend in BACKENDS if backend.name == name), None)
     if backend is None:

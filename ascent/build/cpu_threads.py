@@ -1,4 +1,4 @@
-"""How many threads a run takes on a machine where others compute: two runs that take every core fight over them."""
+"""Choose the number of CPU threads: two runs that each use every core slow each other down."""
 
 import os
 import time
@@ -8,34 +8,40 @@ import torch
 
 PROC = Path("/proc")
 OBSERVATION_SECONDS = 0.1
-"""Seconds for which the other processes are watched."""
+"""Seconds for which the CPU use of other processes is measured."""
 MIN_BUSY_CORES = 0.5
-"""Of a core, from which on a process counts as one that computes."""
+"""Cores that a process must keep busy to be counted."""
 
 
 def choose_num_threads(proc: Path = PROC) -> tuple[int, str]:
-    """A fair fair_share of torch's threads, and why it is less than all of them, or nothing.
+    """Return a fair share of torch's threads, and a note if it is less than all of them.
 
-    A number that was set, such as by OMP_NUM_THREADS, stays: torch's own is the number of cores.
+    A number set by OMP_NUM_THREADS is not changed; torch's default is the number of cores.
     """
-    every = torch.get_num_threads()
-    if every == 1 or "OMP_NUM_THREADS" in os.environ:
-        return every, ""
+    num_threads = torch.get_num_threads()
+    if num_threads == 1 or "OMP_NUM_THREADS" in os.environ:
+        return num_threads, ""
     others = busy_cores(proc)
-    mine = fair_share(every, others)
-    if mine == every:
-        return every, ""
+    used_threads = fair_share(num_threads, others)
+    if used_threads == num_threads:
+        return num_threads, ""
     who = "another process computes" if len(others) == 1 else f"{len(others)} other processes compute"
-    return mine, f"threads: {mine} of {every}, because {who} on this machine (--threads {every} takes all)"
+    return (
+        used_threads,
+        f"threads: {used_threads} of {num_threads}, because {who} on this machine (--threads {num_threads} takes all)",
+    )
 
 
-def fair_share(every: int, others: list[float]) -> int:
-    """Cores that nobody uses, or an equal part of all if that is more. `others`: cores that each process keeps busy."""
-    return max(1, every // (len(others) + 1), every - round(sum(others)))
+def fair_share(num_threads: int, others: list[float]) -> int:
+    """Return the number of idle cores, or an equal share of all cores if that is more.
+
+    `others` has the number of cores that each other process keeps busy.
+    """
+    return max(1, num_threads // (len(others) + 1), num_threads - round(sum(others)))
 
 
 def busy_cores(proc: Path = PROC, seconds: float = OBSERVATION_SECONDS) -> list[float]:
-    """Cores that other processes keep busy, for each that computes; nothing where there is no /proc."""
+    """Return the number of cores that each other busy process uses; empty on systems without /proc."""
     before, begun = _cpu_ticks(proc), time.perf_counter()
     time.sleep(seconds if before else 0.0)
     after, passed = _cpu_ticks(proc), max(time.perf_counter() - begun, seconds)
@@ -44,13 +50,13 @@ def busy_cores(proc: Path = PROC, seconds: float = OBSERVATION_SECONDS) -> list[
 
 
 def _cpu_ticks(proc: Path) -> dict[int, int]:
-    """Clock ticks that each process but this one has computed for."""
+    """Return the CPU time of every other process, in clock ticks."""
     used = {}
     for stat in proc.glob("[0-9]*/stat"):
         try:
             words = stat.read_text(errors="replace").rpartition(")")[2].split()
             used[int(stat.parent.name)] = int(words[11]) + int(words[12])
-        except (OSError, ValueError, IndexError):  # it has ended
+        except (OSError, ValueError, IndexError):  # the process has ended
             continue
     used.pop(os.getpid(), None)
     return used

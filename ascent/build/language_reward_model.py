@@ -1,6 +1,6 @@
-"""Reward models and process rewards on a language model's backbone: their heads, and they themselves.
+"""Reward models and process rewards on the backbone of a language model.
 
-A reward model's head is read behind the last token of a response, a process reward's behind each of its actions.
+A reward model scores the state after the last token of a response, a process reward the state after each action.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,19 +19,19 @@ from ascent.models.packed_attention import packed_attention_enabled, to_device_a
 from ascent.training.packing import ForwardModule, States, last_states, scatter_tokens, states_after_actions
 
 HEAD = "rating"
-"""The head's name in the model, and so in checkpoints."""
+"""The head's name in the model and in checkpoints."""
 Chat = list[dict[str, str]]
 
 
 def add_head(lm: LanguageModel, bias: bool = False) -> LanguageModel:
-    """The model with a rating head, 0 at first, in place of its head for words, which is no longer trained.
+    """Add a rating head, initialized to 0, and freeze the LM head; return the model.
 
-    A reward model has no bias: a constant in every reward cancels in a pair. In a process reward it counts.
+    A reward model has no bias, because a constant in every reward cancels in a pair. A process reward has one.
     """
-    words = lm.model.get_output_embeddings().weight
-    if words is not lm.model.get_input_embeddings().weight:
-        words.requires_grad_(False)
-    head = nn.Linear(words.shape[1], 1, bias=False, device=words.device, dtype=words.dtype)
+    weight = lm.model.get_output_embeddings().weight
+    if weight is not lm.model.get_input_embeddings().weight:
+        weight.requires_grad_(False)
+    head = nn.Linear(weight.shape[1], 1, bias=False, device=weight.device, dtype=weight.dtype)
     nn.init.zeros_(head.weight)
     if bias:
         head.bias = nn.Parameter(torch.zeros_like(head.weight[:, 0]))
@@ -42,14 +42,14 @@ def add_head(lm: LanguageModel, bias: bool = False) -> LanguageModel:
 def response_scores(
     lm: LanguageModel, batch: Rollouts, forward: ForwardModule | None = None
 ) -> Float[Tensor, "prompt sample 1"]:
-    """What the head gives the state behind the last token of each response."""
+    """Return the score of the state after the last token of each response."""
     return _ratings(lm, batch, last_states(batch), forward).view(*batch.mask.shape[:2], 1)
 
 
 def step_scores(
     lm: LanguageModel, batch: Rollouts, forward: ForwardModule | None = None
 ) -> Float[Tensor, "prompt sample token"]:
-    """What the head gives the state that each action leads to; 0 at other tokens."""
+    """Return the score of the state after each action; 0 at other tokens."""
     states = states_after_actions(batch)
     return scatter_tokens(_ratings(lm, batch, states, forward), to_device_async(states, batch.mask.device))[..., 1:]
 
@@ -57,19 +57,19 @@ def step_scores(
 def _ratings(
     lm: LanguageModel, batch: Rollouts, states: States, forward: ForwardModule | None
 ) -> Float[Tensor, "asked"]:
-    """The rating head's number at each of these states, in float32 or better. `forward`: a learner's passes."""
+    """Return the score of each of these states, in float32 or better. `forward`: a learner's forward module."""
 
     def read(_: object, hidden: Tensor) -> Tensor:
-        exact = torch.promote_types(hidden.dtype, torch.float32)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
         head = getattr(lm.model, HEAD)
-        bias = None if head.bias is None else head.bias.to(exact)
-        return functional.linear(hidden.to(exact), head.weight.to(exact), bias).squeeze(-1)
+        bias = None if head.bias is None else head.bias.to(dtype)
+        return functional.linear(hidden.to(dtype), head.weight.to(dtype), bias).squeeze(-1)
 
     return (forward or ForwardModule(lm))(batch, read, states)
 
 
 class LanguageRewardModel(LearnedReward):
-    """A reward model, loaded from a run: call it with rollouts in its own tokens, or let it rate texts."""
+    """A reward model loaded from a run: call it with rollouts in its own tokens, or let it rate texts."""
 
     read = staticmethod(response_scores)
 
@@ -77,7 +77,7 @@ class LanguageRewardModel(LearnedReward):
         self.model, self.config, self.batch = lm, config, batch
         self.limit: int = config.task.max_tokens
         self.verified_length: int = config.task.max_prompt + config.task.max_tokens
-        """The longest text that its forward pass was proven for."""
+        """The longest sequence for which the model was verified."""
 
     @torch.no_grad()
     def __call__(self, rollouts: Rollouts) -> Float[Tensor, "prompt sample #token"]:
@@ -85,19 +85,19 @@ class LanguageRewardModel(LearnedReward):
             return self.read(self.model, rollouts).cpu()
 
     def rate(self, responses: Sequence[tuple[Chat | str, str]]) -> list[float]:
-        """A number per (chat or prompt, response), tokenized as in the reward model's own training."""
+        """Return a score per (chat or prompt, response), tokenized as in the reward model's training."""
         chats = [[{"role": "user", "content": chat}] if isinstance(chat, str) else chat for chat, _ in responses]
         tokens = [[*self.model.tokenize(words), self.model.eos_token_id][: self.limit] for _, words in responses]
         return [float(score) for score in self._scores(chats, tokens)]
 
     def _scores(self, chats: list[Chat], responses: list[list[int]]) -> Iterator[Float[Tensor, "#token"]]:
-        """The scores of one response per chat, `batch` of them at once."""
+        """Yield the scores of one response per chat, computed in batches."""
         for start in range(0, len(chats), self.batch):
             part = slice(start, start + self.batch)
             yield from self(self._rollouts(chats[part], responses[part]))[:, 0]
 
     def _rollouts(self, chats: list[Chat], responses: list[list[int]]) -> Rollouts:
-        """Nobody sampled these responses, so there are no log-probs."""
+        """Return rollouts without log-probs, because the responses were not sampled."""
         prompts = [self.model.encode(chat) for chat in chats]
         longest, width = max(map(len, prompts)), max(map(len, responses))
         if longest + width > self.verified_length:  # another task may have longer prompts than its own training
@@ -116,7 +116,7 @@ class LanguageRewardModel(LearnedReward):
 
 
 class LanguageProcessReward(LanguageRewardModel):
-    """A process reward, loaded from a run: it scores every step of a response."""
+    """A process reward loaded from a run: scores every step of a response."""
 
     read = staticmethod(step_scores)
 
@@ -125,9 +125,9 @@ class LanguageProcessReward(LanguageRewardModel):
         self.separator: str = config.task.separator
 
     def rate(self, responses: Sequence[tuple[Chat, list[str], bool]]) -> list[list[float]]:  # type: ignore[override]
-        """A number per step of each (chat, steps of a response, whether it has ended).
+        """Return a score per step of each (chat, steps of a response, whether it has ended).
 
-        It tokenizes as in its own training: it need not share the policy's tokens.
+        Texts are tokenized as in its own training; its tokenizer may differ from the policy's.
         """
         pieces = [self.model.tokenize_steps(steps, self.separator, ended) for _, steps, ended in responses]
         tokens = [[token for step in steps for token in step] for steps in pieces]

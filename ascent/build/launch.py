@@ -1,4 +1,4 @@
-"""A run on every rank that torchrun has started: each assembles its parts; rank 0 leads, and the others follow it."""
+"""Assemble a run on every torchrun rank: rank 0 runs the training loop, the others execute its commands."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -17,17 +17,17 @@ from ascent.rollout.rank_leader import run_follower, wrap_for_ranks
 from ascent.rollout.ray_replicas import join_cluster
 
 
-def assemble_ranks(config: Config, groups: Collection[str] = (), kept: Path | None = None) -> RunParts:
-    """The parts of a run, as rank 0 has them. Another rank works for it until the run ends, and then exits."""
+def assemble_ranks(config: Config, groups: Collection[str] = (), start_folder: Path | None = None) -> RunParts:
+    """Return the parts of a run on rank 0. Other ranks execute commands until the run ends, and then exit."""
     size = training_world_size(config.ranks.shard)
     backend_of(config).check_ranks(config, size)
     ranks = join_ranks(config.ranks.deadline, pick_device(getattr(config.policy, "device", "cpu")).type, size)
     if not isinstance(ranks, RankGroup):
-        return join_cluster(assemble(config, groups, kept))
+        return join_cluster(assemble(config, groups, start_folder))
     with ranks.failing_together():
-        first, groups, kept = ranks.broadcast((launch_settings(config), list(groups), kept))
+        first, groups, start_folder = ranks.broadcast((launch_settings(config), list(groups), start_folder))
         check_same_settings(first, launch_settings(config), ranks.rank)
-        parts = assemble(config, groups, kept, ranks)
+        parts = assemble(config, groups, start_folder, ranks)
         check_same_parameters(parts.policy, ranks)
         wrap_for_ranks(parts, ranks)
     if ranks.rank == 0:
@@ -41,14 +41,15 @@ def assemble_ranks(config: Config, groups: Collection[str] = (), kept: Path | No
 
 
 def launch_settings(config: Config) -> dict[str, Any]:
-    """What every rank has to be started with."""
-    own = config.to_dict()
-    if own["policy"].get("model") in PYTHON_MODELS:  # its name is this process's own
-        own["policy"] = own["policy"] | {"model": ""}
-    return {name: value for name, value in own.items() if name != "threads"}
+    """Return the settings that must be equal on every rank."""
+    settings = config.to_dict()
+    if settings["policy"].get("model") in PYTHON_MODELS:  # its name is specific to this process
+        settings["policy"] = settings["policy"] | {"model": ""}
+    return {name: value for name, value in settings.items() if name != "threads"}
 
 
 def check_same_settings(first: dict[str, Any], own: dict[str, Any], rank: int) -> None:
+    """Raise ConfigError if this rank was started with other settings than rank 0."""
     odd = next((name for name in first if first[name] != own.get(name)), None)
     if odd is not None:
         raise ConfigError(
@@ -58,7 +59,7 @@ def check_same_settings(first: dict[str, Any], own: dict[str, Any], rank: int) -
 
 
 def check_same_parameters(model: Any, ranks: RankGroup) -> None:
-    """Refuse to start from other parameters than rank 0: they would never agree again."""
+    """Raise ConfigError if a rank loaded other parameters than rank 0."""
     own = {name: float(p.detach().sum(dtype=torch.float64)) for name, p in model.named_parameters()}
     for rank, other in enumerate(ranks.gather(own)):
         odd = next((name for name in own if abs(own[name] - other.get(name, 1e9)) > 1e-6 * (1 + abs(own[name]))), None)

@@ -1,7 +1,7 @@
-"""Do the engines compute a model's own log-probs? Proven on a probe of random tokens, before the model is used.
+"""Verify that engine and learner compute a model's own log-probs, on random tokens, before the model is used.
 
-The model's own log-probs are those of its plain forward pass over one unpadded sequence. Compared with them are all the
-passes that a run takes: the learner's, plain or with shared prompts, and the sampler's decoding with a cache.
+The reference is the model's plain forward pass over one unpadded sequence. All forward passes of a run are compared
+with it: the learner's, with and without shared prompts, and the engine's decoding with a KV cache.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from ascent.models.quantization import is_quantized, unquantized_parameters
 from ascent.training.packing import hidden_states, targets
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
-"""How far two log-probs of one token may be apart by rounding alone; in half precision, on average over tokens."""
+"""Largest difference of a token's log-probs by rounding; in half precision, of the mean over tokens."""
 MAX_ERROR_RATIO = 2.0
-"""In half precision, how many times farther from float32 log-probs may be than those of the model's own forward."""
+"""In half precision, largest ratio of the error against float32 log-probs to that of the model's own forward pass."""
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 PROBE_TOKENS = 5
-"""Of the longest response of a probe."""
+"""Length of the longest response of a probe."""
 
 
 @torch.no_grad()
 def verify_model(
     lm: LanguageModel, longest: int = 0, share: bool = True, sampled: bool = True, fused: bool = False
 ) -> str | None:
-    """Set `lm.can_share_prompts`; None where a group can share its prompt (if `share` asks for it), else why not.
+    """Verify a model and set `lm.can_share_prompts`; return why prompts cannot be shared, or None if they can.
 
-    `longest`: the tokens that a prompt and its response may have together. `sampled`: are responses drawn from it?
-    `fused`: will it be trained with fused parts? Then they are fused here, and left alone where log-probs change.
-    The probe has a dozen tokens. Where `longest` passes an attention window or chunk, it has a few more than the
-    largest of these, so it costs no more than the run's own texts. A model is refused if its log-prob of a token
-    depends on later tokens or on the texts beside it, or if even the plain passes do not give its log-probs.
+    Prompts are shared only with `share`. `longest` is the maximum length of a prompt with its response, and `sampled`
+    says whether responses are sampled from the model. With `fused` the layers are fused for training, unless that
+    changes log-probs. The probe has a dozen tokens; if `longest` exceeds an attention window or chunk, it is slightly
+    longer than the largest of these. ConfigError is raised if the log-prob of a token depends on later tokens or on
+    other sequences of the batch, or if even the plain passes do not reproduce the model's log-probs.
     """
     _check_rotary(lm, longest)
     windows = [size for size in attention_windows(lm) if size < longest]
@@ -54,9 +54,9 @@ def verify_model(
     exact = _float32_logprobs(lm, batch) if dtype in HALF_DTYPES else None
 
     def gap(logits: Tensor) -> float:
-        found = torch.log_softmax(logits, -1)
-        apart = _relative_gap(found.gather(-1, action), own.gather(-1, action), dtype)
-        return apart if exact is None else max(apart, _relative_error(found, own, exact))
+        logprobs = torch.log_softmax(logits, -1)
+        error = _relative_gap(logprobs.gather(-1, action), own.gather(-1, action), dtype)
+        return error if exact is None else max(error, _relative_error(logprobs, own, exact))
 
     def learned() -> float:
         return gap(head.logits(hidden_states(lm, batch)))
@@ -75,19 +75,21 @@ def verify_model(
                 shared = max(learned(), decoded(PagedRunner) if sampled else 0.0)
         except NotImplementedError as error:
             return str(error)
-        except Exception as error:  # whatever an architecture of any kind does with a layout that it does not know
+        except Exception as error:  # an architecture may fail in any way with a layout that it does not support
             return f"{type(error).__name__}: {error}"
         return None if shared < 1 else f"log-probs would be {shared:.2g} times as far off as rounding explains"
 
     kind = type(lm.model).__name__
     if not _relative_gap(own[0], early[0], dtype) < 1:
-        raise ConfigError(f"{kind}: the log-prob of a token depends on the tokens behind it, so it cannot be sampled")
+        raise ConfigError(f"{kind}: the log-prob of a token depends on later tokens, so it cannot be sampled")
     lm.can_share_prompts = False
     if fused:
         _try_fusing(lm, learned)
-    _require_equal(learned, f"{kind}: Ascent cannot train it: its logits are not its head times its hidden states")
+    _require_equal(
+        learned, f"{kind}: Ascent cannot train it: its logits are not the product of its LM head and its hidden states"
+    )
     lm.can_share_prompts = True
-    why = why_not() if share else "nobody asked for it"
+    why = why_not() if share else "share_prompts is off"
     lm.can_share_prompts = why is None
     if sampled and not lm.can_share_prompts:
         fault = f"{kind}: Ascent cannot sample from it: decoding with a cache does not give its log-probs"
@@ -96,22 +98,22 @@ def verify_model(
 
 
 def _relative_gap(a: Tensor, b: Tensor, dtype: torch.dtype) -> float:
-    """How far log-probs of the same tokens are apart; 1 is what rounding explains."""
-    off = (a - b).abs()
-    return float(off.mean() if dtype in HALF_DTYPES else off.max()) / TOLERANCE.get(dtype, 2e-3)
+    """Return the difference of two log-probs of the same tokens, relative to the tolerance for rounding."""
+    difference = (a - b).abs()
+    return float(difference.mean() if dtype in HALF_DTYPES else difference.max()) / TOLERANCE.get(dtype, 2e-3)
 
 
-def _relative_error(found: Tensor, own: Tensor, exact: Tensor) -> float:
-    """How much farther from float32 log-probs are than the model's own; 1 is what rounding explains.
+def _relative_error(logprobs: Tensor, own: Tensor, exact: Tensor) -> float:
+    """Return the error against float32 log-probs, relative to the tolerated multiple of the model's own error.
 
-    At the median of the tokens, because a router that rounds to other experts moves all log-probs of a few.
+    The median over tokens is taken, because a router that rounds to other experts changes a few tokens.
     """
-    packed_attention_enabled, theirs = ((one - exact).square().mean(-1).sqrt().median() for one in (found, own))
-    return float(packed_attention_enabled / (theirs + 1e-4)) / MAX_ERROR_RATIO
+    error, own_error = ((x - exact).square().mean(-1).sqrt().median() for x in (logprobs, own))
+    return float(error / (own_error + 1e-4)) / MAX_ERROR_RATIO
 
 
 def _try_fusing(lm: LanguageModel, compare: Callable[[], float]) -> None:
-    """Fuse a model's parts; undo it where the log-probs of the whole model are no longer its own."""
+    """Fuse a model's layers; undo it if the log-probs of the whole model change."""
     before = {module: module.__dict__.get("forward") for module in lm.model.modules()}
     fuse_layers(lm.model)
     lm.can_fuse_layers = compare() < 1
@@ -123,15 +125,15 @@ def _try_fusing(lm: LanguageModel, compare: Callable[[], float]) -> None:
 
 def _require_equal(compare: Callable[[], float], fault: str) -> None:
     try:
-        apart = compare()
-    except Exception as error:  # whatever an architecture of any kind does with what is asked of it
+        relative_gap = compare()
+    except Exception as error:  # an architecture may fail in any way
         raise ConfigError(f"{fault} ({type(error).__name__}: {error})") from None
-    if not apart < 1:
-        raise ConfigError(f"{fault} (they are {apart:.2g} times as far apart as rounding explains)")
+    if not relative_gap < 1:
+        raise ConfigError(f"{fault} (they are {relative_gap:.2g} times as far apart as rounding explains)")
 
 
 class ForcedGeneration(GenerationState):
-    """The probe's tokens are drawn, whatever their probability, and the logits are kept."""
+    """Generation that returns the probe's tokens, whatever their probability, and keeps the logits."""
 
     def __init__(self, batch: Rollouts, head: LMHead):
         rows = zip(batch.response.flatten(0, 1), batch.mask.flatten(0, 1), strict=True)
@@ -141,7 +143,7 @@ class ForcedGeneration(GenerationState):
             len(lengths), batch.mask.shape[2], frozenset(), head, None, 1.0, SamplingParams(), limits=lengths
         )
         self.logits: dict[tuple[int, int], Tensor] = {}
-        """By response and token."""
+        """Logits by response and token index."""
 
     def sample(self, hidden: Tensor, row: list[int]) -> Tensor:
         token = []
@@ -153,33 +155,33 @@ class ForcedGeneration(GenerationState):
 
 
 def _float32_logprobs(lm: LanguageModel, batch: Rollouts) -> Tensor | None:
-    """The log-probs of its own forward pass with every parameter in float32; None where that is not possible.
+    """Return log-probs of the model's forward pass with all parameters in float32, or None if it fails.
 
-    A GPU may have no room for it, and some architectures mix types themselves.
+    The GPU may have too little memory for it, and some architectures mix dtypes themselves.
     """
-    narrow: list[Any] = [(p, "data", p.data) for p in unquantized_parameters(lm.model)]
-    narrow += [(module, "dtype", module.dtype) for module in lm.model.modules() if is_quantized(module)]
+    originals: list[Any] = [(p, "data", p.data) for p in unquantized_parameters(lm.model)]
+    originals += [(module, "dtype", module.dtype) for module in lm.model.modules() if is_quantized(module)]
     mixed = is_mixed_precision(lm.model)
     set_mixed_precision(lm.model, False)
     try:
-        for owner, name, value in narrow:
+        for owner, name, value in originals:
             setattr(owner, name, value.float() if name == "data" else torch.float32)
         return torch.log_softmax(_reference_logits(lm, batch)[0], -1)
     except Exception:
         return None
     finally:
-        for owner, name, value in narrow:
+        for owner, name, value in originals:
             setattr(owner, name, value)
         set_mixed_precision(lm.model, mixed)
 
 
-# ---- what a model says of itself ---------------------------------------------------------------------
+# ---- properties of a model's config ---------------------------------------------------------------------
 
 
 def attention_windows(lm: LanguageModel) -> set[int]:
-    """How many tokens each layer sees that does not see all: its sliding window or its chunk.
+    """Return the sizes of sliding windows and attention chunks.
 
-    transformers' cache knows it of every layer of most architectures; older ones have a setting of their own.
+    The cache of transformers has them for every layer of most architectures; older ones have a config field.
     """
     from transformers import DynamicCache
 
@@ -190,21 +192,21 @@ def attention_windows(lm: LanguageModel) -> set[int]:
 
 
 def _check_rotary(lm: LanguageModel, longest: int) -> None:
-    """Angles of rotary positions that depend on the longest text of a forward pass: then log-probs do, past a length.
+    """Raise ConfigError if RoPE angles, and so log-probs, depend on the longest sequence of a forward pass.
 
-    Cached keys were turned by the angles of shorter texts, and a packed or padded text by those of its neighbours.
+    Cached keys have the angles of shorter sequences, and a packed or padded sequence those of other sequences.
     """
     for kind, room in _length_dependent_rope(lm):
         if room < longest:
             raise ConfigError(
-                f"{type(lm.model).__name__}: its rotary positions ({kind}) turn by other angles in texts of more than "
+                f"{type(lm.model).__name__}: its rotary embedding ({kind}) has other angles in texts of more than "
                 f"{room} tokens, so the log-probs of a token depend on what follows it; there may be {longest}. Set "
                 f"--max-prompt and --max-tokens to {room} together, or less"
             )
 
 
 def _length_dependent_rope(lm: LanguageModel) -> Iterator[tuple[str, int]]:
-    """The kind of rotary positions, and the length past which their angles depend on the length."""
+    """Yield the RoPE types whose angles depend on the sequence length, with the length from which on they do."""
     for module in lm.backbone.modules():
         kinds: Any = getattr(module, "rope_type", None)
         for layer, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
@@ -220,10 +222,10 @@ def _length_dependent_rope(lm: LanguageModel) -> Iterator[tuple[str, int]]:
 
 
 def _make_probe(lm: LanguageModel, longest: int, windows: list[int]) -> Rollouts:
-    """Two groups of random tokens, ragged in every way. The responses of the first pass the largest of the windows."""
-    long = max(7, min(max(windows, default=0) - 1, longest - PROBE_TOKENS))
+    """Return two groups of random tokens of different lengths. Responses of the first exceed the largest window."""
+    prompt_tokens = max(7, min(max(windows, default=0) - 1, longest - PROBE_TOKENS))
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(lm.vocab_size, (2, long), generator=generator)
+    prompt = torch.randint(lm.vocab_size, (2, prompt_tokens), generator=generator)
     prompt[1, 4:] = -1
     response = torch.randint(lm.vocab_size, (2, 2, PROBE_TOKENS), generator=generator)
     mask = torch.arange(PROBE_TOKENS) < torch.tensor([[PROBE_TOKENS, 3], [1, 4]]).unsqueeze(-1)
@@ -231,9 +233,9 @@ def _make_probe(lm: LanguageModel, longest: int, windows: list[int]) -> Rollouts
 
 
 def _reference_logits(lm: LanguageModel, batch: Rollouts) -> tuple[Tensor, Tensor]:
-    """The model's own logits in float32 or better, one unpadded sequence at a time.
+    """Return the model's own logits in float32 or better, computed one unpadded sequence at a time.
 
-    Before each action of the probe; and behind its first prompt alone, when nothing follows.
+    The first tensor has the logits before each action of the probe, the second those after its first prompt alone.
     """
 
     def last(ids: Tensor, count: int) -> Tensor:

@@ -19,37 +19,37 @@ from ascent.core.protocols import Learner, RolloutEngine
 from ascent.core.types import Batch, Prompts, to_batch
 
 MAX_PROMPTS, MAX_SAMPLES, MAX_TOKENS = 4, 8, 256
-"""The most that is drawn to measure the gap. Whole responses are drawn where bounds are on whole responses."""
+"""Maximum numbers of prompts, samples and tokens to measure the gap. Bounds on whole responses need whole responses."""
 GAP_MARGIN = 2.0
-"""The largest gap of a training is larger than that of a few responses: by about this factor."""
+"""Approximate ratio of the largest gap in a training run to that of a few responses."""
 MAX_GRAD_CHANGE = 0.005
-"""The share of its gradient that noise may change before a loss gets the learner's logp_old."""
+"""Largest relative change of the gradient by noise at which logp_old still comes from the engine."""
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What noise in logp_old does to a loss before any parameter has moved."""
+    """The effect of noise in logp_old on a loss before the first update."""
 
     grad_change: float
-    """The change of its gradient in logp, as a share of that gradient."""
+    """Relative change of the gradient with respect to logp."""
     clipped_fraction: float
-    """The share of tokens that it clips."""
+    """Fraction of tokens that noise alone clips."""
 
     @classmethod
     def of(cls, loss: Loss, logp: Tensor, noise: Tensor, loss_mask: Tensor) -> "Effect":
-        """For advantage of 1 and of −1, because its sign decides which bound applies."""
-        grad_change, clipped_fraction = 0.0, torch.zeros_like(loss_mask)
+        """Evaluate the loss for advantages of 1 and of −1, because the sign decides which bound applies."""
+        grad_change, clipped = 0.0, torch.zeros_like(loss_mask)
         for sign in (1.0, -1.0):
             advantage = torch.full((*loss_mask.shape[:2], 1), sign, dtype=logp.dtype)
             true, noisy = (_surrogate_grad(loss, logp, old, advantage, loss_mask) for old in (logp, logp + noise))
             grad_change = max(grad_change, float((noisy - true).norm() / true.norm().clamp(min=1e-30)))
             for side in loss.clipped(logp, logp + noise, advantage, loss_mask) or ():
-                clipped_fraction |= side & loss_mask
-        return cls(grad_change, float(clipped_fraction.sum() / loss_mask.sum().clamp(min=1)))
+                clipped |= side & loss_mask
+        return cls(grad_change, float(clipped.sum() / loss_mask.sum().clamp(min=1)))
 
 
 def _surrogate_grad(loss: Loss, logp: Tensor, logp_old: Tensor, advantage: Tensor, loss_mask: Tensor) -> Tensor:
-    """∂ surrogate / ∂ logp at the tokens that count."""
+    """∂ surrogate / ∂ logp at the tokens of the loss mask."""
     with torch.enable_grad():
         logp = logp.detach().requires_grad_()
         (grad,) = torch.autograd.grad(loss(logp, logp_old, advantage, loss_mask).sum(), logp)
@@ -57,13 +57,14 @@ def _surrogate_grad(loss: Loss, logp: Tensor, logp_old: Tensor, advantage: Tenso
 
 
 def needs_measurement(config: Config, dtype: torch.dtype) -> bool:
-    """Is there a gap to measure? Not in float32, where rounding reaches no bound, and not without a ratio.
+    """Return whether the gap can matter: in float32, or for a loss without a ratio, it cannot.
 
-    A correction has bounds in any precision: they also apply to the probability that top-p and its like kept.
+    A correction is measured in any precision, because its bounds also apply to the probability mass kept by top-p,
+    top-k or min-p.
     """
     if config.data != "samples" or config.algorithm.loss.trains != "policy":
         return False
-    if getattr(config.policy, "engine", "local") != "local":  # it starts with the first step, and is probed there
+    if getattr(config.policy, "engine", "local") != "local":  # it starts with the first step, which probes it
         return False
     one = torch.zeros(1, 1, 1)
     has_ratio = Effect.of(config.algorithm.loss, one, one - 1, one == 0).grad_change > 0
@@ -71,10 +72,10 @@ def needs_measurement(config: Config, dtype: torch.dtype) -> bool:
 
 
 def measure_gap(config: Config, learner: Learner, engine: RolloutEngine, prompts: Prompts) -> Batch:
-    """A few responses, with the learner's log-probs of them as logp_old."""
-    whole = config.algorithm.loss.sequence or config.algorithm.correction.enabled
+    """Generate a few responses; return them with the learner's log-probs as logp_old."""
+    needs_whole_responses = config.algorithm.loss.sequence or config.algorithm.correction.enabled
     engine.load(learner.params(), version=0)
-    limit = engine.limit if whole else min(engine.limit, MAX_TOKENS)
+    limit = engine.limit if needs_whole_responses else min(engine.limit, MAX_TOKENS)
     rollouts = engine.generate(prompts, min(config.samples, MAX_SAMPLES), limit=limit)
     shape = rollouts.mask.shape[:2]
     batch = to_batch(rollouts, reward=torch.zeros(*shape, 1), valid=torch.ones(shape, dtype=torch.bool))
@@ -82,7 +83,7 @@ def measure_gap(config: Config, learner: Learner, engine: RolloutEngine, prompts
 
 
 def resolve(config: Config, batch: Batch) -> tuple[Config, tuple[str, ...]]:
-    """The config with old_logp decided, and what its user should know: every bound that the gap reaches."""
+    """Return the config with old_logp decided, and notes about every bound that the gap reaches."""
     assert batch.logp_old is not None
     loss, loss_mask, noise = config.algorithm.loss, batch.loss_mask, batch.logp_sampler - batch.logp_old
     large, usual = (Effect.of(loss, batch.logp_old, scale * noise, loss_mask) for scale in (GAP_MARGIN, 1.0))
@@ -107,7 +108,7 @@ def resolve(config: Config, batch: Batch) -> tuple[Config, tuple[str, ...]]:
 
 
 def _correction_warning(config: Config, batch: Batch) -> str | None:
-    """What the bounds of the correction do to the weights before any update; None: nothing."""
+    """Warn if the bounds of the correction change weights before any update; None: they do not."""
     correction, factor = config.algorithm.correction, config.algorithm.correction(batch)
     if factor is None or batch.logp_old is None or correction.normalized:
         return None

@@ -19,13 +19,13 @@ from ascent.models.causal_lm import PYTHON_MODELS, LanguageModel, pick_device
 from ascent.training.micro_batches import COMPACT_THRESHOLD, static_bytes
 
 FLOAT16_MARGIN = 2
-"""The largest activation of a probe, times this, has to fit into the range of float16: a run moves them a little."""
+"""Safety factor: the largest activation of a probe times this must fit into the range of float16."""
 PROBE_SHAPE = (64, 8)
-"""Texts and tokens. The largest activations of most models are at the first token, much the same for any text."""
+"""Number of sequences and of tokens. Most models have their largest activations at the first token of any text."""
 
 
 def float16_obstacle(config: Config) -> str | None:
-    """Why a new run does not compute in float16 by itself, as far as its config and its GPU say it."""
+    """Return why float16 is not the default of this config on this GPU; None: the model itself decides."""
     policy, algorithm = config.policy, config.algorithm
     reasons = {
         "--policy.dtype says it": policy.dtype != "auto",
@@ -42,41 +42,41 @@ def float16_obstacle(config: Config) -> str | None:
 
 
 def _device_obstacle(device: torch.device) -> str | None:
-    """The same, as far as the device says it."""
+    """Return why float16 is not the default on this device."""
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return "it was measured on a GPU of NVIDIA's that has bfloat16 too"
     return None
 
 
 def choose_precision(config: Config, lm: LanguageModel) -> tuple[str, str | None]:
-    """What a run computes in whose model was loaded in float16; and why, where it is something else."""
+    """Return the dtype for a run whose model was loaded in float16, and the reason if it is not float16."""
     if (
         lm.device.type == "cuda"
         and static_bytes(lm, config.algorithm.reference.enabled, None) > COMPACT_THRESHOLD * lm.gpu_memory
     ):
         return "auto", "bfloat16 state, which fits the GPU, is for parameters in bfloat16"
-    largest, most = max_activation(lm), torch.finfo(torch.float16).max / FLOAT16_MARGIN
-    if largest < most:
+    largest = max_activation(lm)
+    if largest < torch.finfo(torch.float16).max / FLOAT16_MARGIN:
         return "float16", None
     return "mixed", f"float16 has not enough range: activations of a few random tokens are as large as {largest:.3g}"
 
 
 @torch.no_grad()
 def max_activation(lm: LanguageModel) -> float:
-    """Of all that the model's parts compute from random tokens; infinite where one is no number."""
-    found: list[Tensor] = []
+    """Return the largest absolute output of any module for random tokens; infinite if one is NaN."""
+    maxima: list[Tensor] = []
 
-    def look(_module: Any, _args: Any, out: Any) -> None:
+    def record_maximum(_module: Any, _args: Any, out: Any) -> None:
         for part in out if isinstance(out, tuple) else (out,):
             if isinstance(part, Tensor) and part.is_floating_point() and part.numel():
-                found.append(part.abs().amax().nan_to_num(torch.inf, torch.inf).double())
+                maxima.append(part.abs().amax().nan_to_num(torch.inf, torch.inf).double())
 
     ids = torch.randint(lm.vocab_size, PROBE_SHAPE, generator=torch.Generator().manual_seed(0))
     ids[0, 0] = lm.eos_token_id
-    hooks = [module.register_forward_hook(look) for module in lm.backbone.modules()]
+    hooks = [module.register_forward_hook(record_maximum) for module in lm.backbone.modules()]
     try:
         lm.backbone(input_ids=ids.to(lm.device), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
-    return float(torch.stack(found).max())
+    return float(torch.stack(maxima).max())

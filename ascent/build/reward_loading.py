@@ -1,4 +1,4 @@
-"""Reward models, process rewards and judges, loaded and handed to the task that names them; and how good one is.
+"""Load the reward models, process rewards and judges that a task names, and assess reward models.
 
 --reward own 0.5*model:RUN 0.1*judge:FILE     for text tasks, with --reward-batch and --reward-device
 --reward positions 0.5*model:RUN              for sort
@@ -30,9 +30,9 @@ BATCH = 16
 def load_reward_model(
     run: str | Path, device: str | None = None, batch: int = BATCH, what: str = "reward model"
 ) -> Any:
-    """The reward model of a run's best held-out evaluation, else its newest: call it with rollouts, or `rate` words.
+    """Load the reward model of a run's best evaluation, else its newest: call it with rollouts or `rate` texts.
 
-    device: where it runs; None: as it was trained. batch: responses at once. what: reward model, or process reward.
+    device: None means the device of its training. batch: responses per batch. what: reward model, or process reward.
     """
     existing = Run(run)
     config = existing.config
@@ -45,12 +45,12 @@ def load_reward_model(
 
 
 def load_process_reward(run: str | Path, device: str | None = None, batch: int = BATCH) -> Any:
-    """The process reward of a run, as `load_reward_model`: call it with rollouts, or `rate` the steps of words."""
+    """Load the process reward of a run as `load_reward_model` does. Call it with rollouts or `rate` steps of texts."""
     return load_reward_model(run, device, batch, "process reward")
 
 
 def check_rewards(backend: Backend, task: Any, reads_data: bool = True) -> None:
-    """Refuse a task that cannot be trained on, and judges with wrong settings.
+    """Raise ConfigError for a task that cannot be trained on, or for judges with wrong settings.
 
     Without `reads_data` the task's data, which may be on the hub, are not read.
     """
@@ -65,9 +65,9 @@ def check_rewards(backend: Backend, task: Any, reads_data: bool = True) -> None:
 
 
 def bind_task(backend: Backend, task: Any, model: Any, scores: bool = True) -> BoundTask:
-    """The task as the loop calls it: bound to the policy's tokens, to the rewards that it names, and to its agent.
+    """Bind a task to the policy's tokenizer, to its rewards and to its agent.
 
-    Where it scores nothing, as on other ranks than 0, the models of its rewards are not loaded.
+    Without `scores`, as on ranks other than 0, the models of its rewards are not loaded.
     """
     rewards = {source: _reward(backend, task, source) for source in backend.reward_sources(task) if scores}
     bound = backend.bind(task, model, rewards)
@@ -95,7 +95,7 @@ def _reward(backend: Backend, task: Any, source: str) -> Any:
 
 
 def assess(run: str | Path, pairs: int | None = None) -> Calibration:
-    """Accuracy, log-loss and calibration of a reward model on the pairs that its run held out."""
+    """Compute accuracy, log-loss and calibration of a reward model on the held-out pairs of its run."""
     model = load_reward_model(run)
     task, engine = backend_of(model.config).offline(model.config, model.model, torch.Generator())
     held_out = offline_batch(engine.generate(task.held_out(pairs or model.config.eval_prompts), 2))
@@ -104,7 +104,7 @@ def assess(run: str | Path, pairs: int | None = None) -> Calibration:
 
 
 def write_assessment(run: Run) -> str:
-    """calibration.json and calibration.png into the run's folder; the figures as text."""
+    """Write calibration.json and calibration.png to the run folder; return the numbers as text."""
     from ascent.runs.display.plots import figure, save_figure
 
     result = assess(run.folder)

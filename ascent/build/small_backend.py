@@ -1,4 +1,4 @@
-"""Small policies on small tasks, in one process: the reference that every other backend has to reproduce."""
+"""Backend of small policies on small tasks: the reference implementation for other backends."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -23,7 +23,7 @@ from ascent.tasks.reward_sources import LEARNED
 from ascent.training.small_learner import SmallLearner, score_small_responses, score_small_steps
 
 SCORES = {"rewards": score_small_responses, "steps": score_small_steps}
-"""How a reward model is read, by what it is trained to give."""
+"""Scoring functions of reward models, by training objective."""
 
 
 class SmallBackend(Backend):
@@ -105,7 +105,7 @@ class SmallBackend(Backend):
     def continue_responses(
         self, config: Config, policy: Any, prompts: Prompts, prefixes: list[list[int]], count: int, engine: Any
     ) -> list[list[list[int]]]:
-        """Every prefix is drawn to the limit `count` times. There is no cache: responses are short."""
+        """Sample from every prefix `count` times up to the length limit, without a cache: responses are short."""
         limit = policy.space.limit
         response = torch.zeros(len(prefixes), count, limit, dtype=torch.long)
         for row, tokens in enumerate(prefixes):
@@ -114,8 +114,8 @@ class SmallBackend(Backend):
         for t in range(int(length.min()), limit):
             logits: Tensor = policy.logits(prompts.prompt, response)[:, :, t].expand(-1, count, -1)
             token, _ = draw_next(logits.flatten(0, 1), config.temperature, engine.generator)
-            fresh = (length <= t)[:, None]
-            response[:, :, t] = torch.where(fresh, token.view(len(prefixes), count), response[:, :, t])
+            is_sampled = (length <= t)[:, None]
+            response[:, :, t] = torch.where(is_sampled, token.view(len(prefixes), count), response[:, :, t])
         return response.tolist()
 
     def reward_model_task(self, config: Config, pairs: Path) -> tuple[Any, dict[str, Any]]:
@@ -127,7 +127,7 @@ class SmallBackend(Backend):
 
 
 def new_reward_model(config: Config, generator: torch.Generator, start: InitialParams | None = None) -> ValueFunction:
-    """The policy's shape with a value head; it starts from another reward model, or from the backbone of a policy."""
+    """Return a model of the policy's shape with a value head, initialized from a reward model or a policy backbone."""
     model = config.policy.critic(config.policy(config.task.space, generator), False, generator)
     if start is None:
         return model

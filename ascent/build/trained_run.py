@@ -12,10 +12,13 @@ from ascent.runs.run_reader import RunRecord, check_trains_policy
 
 
 class Run(RunRecord):
-    """A run: its records, and the policy that it trained."""
+    """A run: its records and its trained policy."""
 
     def sample(self, prompts: str | Sequence[str], count: int = 1, greedy: bool = False, seed: int = 0) -> Completions:
-        """How the newest policy answers prompts, asked as in training. `ascent.sample(run, …)` has more options."""
+        """Sample responses of the newest policy to prompts formatted as in training.
+
+        `ascent.sample` has more options.
+        """
         path, config = self.checkpoint(), self.config
         backend, policy = backend_of(config), load_policy(config, path)
         task = backend.bind(config.task, policy, {})
@@ -28,11 +31,11 @@ class Run(RunRecord):
 
     @property
     def policy(self) -> Any:
-        """The policy of the newest checkpoint: a module of ours, or a language model with its tokenizer."""
+        """The policy of the newest checkpoint: a small policy, or a language model with its tokenizer."""
         return load_policy(self.config, self.checkpoint())
 
 
 def load_policy(config: Config, path: Path) -> Any:
-    """The policy of a checkpoint, without what only training needs."""
+    """Load the policy of a checkpoint for inference."""
     check_trains_policy(config, path.parent.parent)
     return backend_of(config).policy(config, checkpoint.params(path))

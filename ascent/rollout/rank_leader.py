@@ -158,11 +158,11 @@ def without_text(batch: Batch) -> Batch:
 
 def wrap_for_ranks(parts: Any, ranks: RankGroup) -> None:
     """Wrap the engine, and on rank 0 the learner, of a run."""
-    learner, evaluation_engine = parts.learner, parts.scored_evaluation[1] if parts.scored_evaluation else None
+    learner, evaluation_engine = parts.learner, parts.evaluation.engine if parts.evaluation else None
     is_seeded = evaluation_engine is not None and parts.backend.seeds_responses
     ranked = RankedEngine(evaluation_engine or parts.engine, ranks, learner, is_seeded)
-    if parts.scored_evaluation:
-        parts.scored_evaluation = parts.scored_evaluation[0], ranked
+    if parts.evaluation:
+        parts.evaluation.engine = ranked
     is_offline = evaluation_engine is not None and parts.engine is not evaluation_engine
     parts.engine = RankedEngine(parts.engine, ranks, learner, False) if is_offline else ranked
     if ranks.rank == 0:
@@ -179,7 +179,7 @@ def run_follower(parts: Any, ranks: RankGroup) -> None:
         "step": (algorithm.objective, algorithm.update),
         "fit_critic": (getattr(algorithm.critic, "loss", None),),
     }
-    targets = {"learner": learner, "engine": parts.scored_evaluation[1] if parts.scored_evaluation else parts.engine}
+    targets = {"learner": learner, "engine": parts.evaluation.engine if parts.evaluation else parts.engine}
     while True:
         target, name, args = ranks.receive_command()
         if name == "end":

@@ -109,7 +109,7 @@ def join_cluster(parts: Any) -> Any:
     parts.engine = ReplicaEngine(
         parts.engine, local_engine, replicas, config.to_dict(), config.ranks.deadline, server_startup
     )
-    parts.scored_evaluation = parts.scored_evaluation[0], parts.engine
+    parts.evaluation.engine = parts.engine
     with_engine = "" if engine == "local" else f", each with {engine}"
     parts.notes += (f"{count} {'samplers draw' if count > 1 else 'sampler draws'} on the cluster{with_engine}",)
     if config.ahead:

@@ -208,7 +208,7 @@ def test_positions_that_do_not_depend_on_the_length_are_not_refused() -> None:
 
 
 def test_a_model_that_looks_ahead_is_refused() -> None:
-    with pytest.raises(ConfigError, match="depends on the tokens behind it"):
+    with pytest.raises(ConfigError, match="depends on later tokens"):
         verify_model(model_of("Bert", dtype=torch.float32, is_decoder=False))
 
 
