@@ -1,10 +1,9 @@
-"""How settings become a Config.
+"""Resolve settings to a Config.
 
-Settings are plain: a flat mapping from a flag's name to a value, `{"advantage": "leave-one-out",
-"loss.high": 0.28, "steps": 100}`. A task's preset, a config file, Python keywords and the command
-line all use it. Later layers win. A row named later replaces every axis of the algorithm (an
-optimizer only where the row has another update). Another choice named later drops the fields of
-the one before it.
+Settings are a flat mapping from flag names to values: {"advantage": "leave-one-out", "loss.high": 0.28, "steps": 100}.
+Presets of tasks, config files, Python keywords and the command line are layers of settings; later layers win. A named
+algorithm replaces all axes of the algorithm (the optimizer only if it has another kind of update). Another choice for
+an axis drops the fields of the previous one.
 
 A `Setting` describes one field of a dataclass: its flag, its type, its default and its help.
 """
@@ -42,10 +41,10 @@ Settings = Mapping[str, Any]
 SHORT = {"lr": "update.lr", "model": "policy.model", "engine": "policy.engine"}
 ENGINE_FIELDS = ("url", "python", "args", "deadline", "transport", "key_env", "key_file")
 SHORT |= {f"engine.{name}": f"policy.engine_{name}" for name in ENGINE_FIELDS}
-"""Flags that stand for a field of a choice."""
+"""Short flags for fields of a choice."""
 CHOICES: dict[str, tuple[type, ...]] = {"policy": POLICIES, **MENU}
 ROW_SETTINGS = ("samples", "epochs", "minibatches")
-"""Plain settings of which a row may need another value than other rows: see `row_needs`."""
+"""Plain settings that an algorithm may require: see `row_needs`."""
 WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text", Path: "a path", NoneType: "None"}
 
 
@@ -54,16 +53,16 @@ WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "
 
 @dataclass(frozen=True)
 class Setting:
-    """One field: what it is called, what it may be, and what it means."""
+    """A field of a dataclass as a setting: name, type, default and help."""
 
     name: str
-    """Its key among settings: steps, loss.high."""
+    """Its key in settings, such as steps or loss.high."""
     kind: Any
     """Its type."""
     default: Any = None
     help: str = ""
     metavar: str = ""
-    """What stands for its value in help; by default its type says it."""
+    """Placeholder of its value in help texts; by default its type."""
 
     @property
     def flag(self) -> str:
@@ -71,18 +70,18 @@ class Setting:
 
     @property
     def negative(self) -> str:
-        """The flag that turns a switch off: --no-open, --policy.no-checkpointing."""
+        """The flag that disables a boolean setting: --no-open, --policy.no-checkpointing."""
         axis, dot, field = self.flag.removeprefix("--").rpartition(".")
         return f"--{axis}{dot}no-{field}"
 
     @property
     def kinds(self) -> tuple[Any, ...]:
-        """The types of a union, None first: on the command line it is a word like any other."""
+        """The types of a union, None first, because `None` on the command line would also fit str."""
         kinds = get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
         return tuple(sorted(kinds, key=lambda kind: kind is not NoneType))
 
     def check(self, value: Any, flag: str = "", typed: bool = False) -> Any:
-        """The value, converted where that is harmless; `typed`: it is a word, or words, of the command line."""
+        """Return the value, converted to the setting's type if nothing is lost; `typed`: it is command-line text."""
         for kind in self.kinds:
             try:
                 return _fit(value, kind, typed)
@@ -102,9 +101,9 @@ def _type_in_words(kind: Any) -> str:
 
 
 def _fit(value: Any, kind: Any, typed: bool) -> Any:
-    """The value as one of this type, or ValueError."""
+    """Convert the value to this type, or raise ValueError."""
     options = {bool: (True, False), NoneType: (None,)}.get(kind, get_args(kind))
-    if get_origin(kind) is tuple:  # one word stands for a tuple of one
+    if get_origin(kind) is tuple:  # a single value stands for a tuple of one
         items = [value] if isinstance(value, str) else value
         if isinstance(items, list | tuple):
             kinds = options[:1] * len(items) if options[-1] is ... else options
@@ -123,7 +122,7 @@ def _fit(value: Any, kind: Any, typed: bool) -> Any:
 
 
 def settings_of(cls: type, axis: str = "") -> dict[str, Setting]:
-    """The fields of a dataclass as settings, by name. Annotated[int, "N"] names what stands for its value in help."""
+    """Return the fields of a dataclass as settings, by name. Annotated[int, "N"] sets the metavar."""
     docs, hints, settings = field_docs(cls), get_type_hints(cls, include_extras=True), {}
     for name, field in hyperparameters(cls).items():
         if not field.init:
@@ -138,18 +137,18 @@ def settings_of(cls: type, axis: str = "") -> dict[str, Setting]:
 
 
 PARSE_LOCK = threading.Lock()
-"""Python 3.11 fails with a SystemError where two threads parse at once."""
+"""Guards ast.parse: Python 3.11 raises SystemError if two threads parse at the same time."""
 
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass or of its bases: what it means, in its author's words."""
+    """Return the docstrings of the fields of a dataclass and its bases."""
     docs: dict[str, str] = {}
     for base in filter(is_dataclass, reversed(cls.__mro__)):
         try:
             with PARSE_LOCK:
                 tree: Any = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError):  # a class made in a notebook has no source
+        except (OSError, TypeError):  # a class defined in a notebook has no source
             continue
         for pair in itertools.pairwise(tree.body[0].body):
             match pair:
@@ -163,7 +162,7 @@ PLAIN = {
     for name, setting in settings_of(Config).items()
     if name not in ("task", "policy", "ranks", "algorithm")
 }
-"""The fields of a run that belong to no choice."""
+"""The fields of Config that do not belong to a choice."""
 
 
 # ---- layers of settings ---------------------------------------------------------------------------------------
@@ -171,7 +170,7 @@ PLAIN = {
 
 @dataclass
 class Resolved:
-    """Layers of settings put together, before anything is checked as a whole."""
+    """Merged layers of settings, before the config as a whole is checked."""
 
     task: type
     own: dict[str, Any]
@@ -188,9 +187,9 @@ class Resolved:
     def config(self) -> Config:
         axes = dict(self.chosen)
         policy, ranks = axes.pop("policy"), axes.pop("ranks")
-        passes = self.plain.get("data_epochs")
-        if passes is not None and not 0 < passes < float("inf"):
-            raise ConfigError(f"--data-epochs is {passes:g}: set a number of passes above 0")
+        epochs = self.plain.get("data_epochs")
+        if epochs is not None and not 0 < epochs < float("inf"):
+            raise ConfigError(f"--data-epochs is {epochs:g}: set a number of epochs above 0")
         needed, samples = self.needs.get("samples"), self.plain.get("samples")
         if needed not in (None, samples):
             raise ConfigError(
@@ -198,7 +197,7 @@ class Resolved:
                 f"{needed} per prompt. Leave --samples out, or set it to {needed}"
             )
         if getattr(policy, "engine", "local") != "local" and self.plain.get("old_logp", "auto") == "auto":
-            self.plain["old_logp"] = "learner"  # another engine's rounding is not to pass for a ratio
+            self.plain["old_logp"] = "learner"  # so that rounding of another engine does not enter the ratio
         return Config(
             task=build("task", self.task, self.own),
             policy=policy,
@@ -209,12 +208,16 @@ class Resolved:
 
 
 def configure(task: Any, *layers: Settings) -> Config:
-    """The config of a task (a name, a class or an instance) under these settings; later layers win."""
+    """Return the config of a task (a name, a class or an instance) with these settings; later layers win."""
     return resolve(task, *layers).config()
 
 
 def resolve(task: Any, *layers: Settings, recorded: bool = False) -> Resolved:
-    """`recorded`: a run wrote down all its settings. One that it does not name is newer, and no preset sets it."""
+    """Merge layers of settings.
+
+    With `recorded`, the settings are those of a run folder, which names all of them: presets are not applied, because a
+    setting that the run does not name was added later.
+    """
     task, source = find_task(task, any(layer.get("reward") for layer in layers))
     cls: Any = task if isinstance(task, type) else type(task)
     layers = tuple(name_python_objects({canonical_key(k): v for k, v in layer.items()}) for layer in (source, *layers))
@@ -256,12 +259,12 @@ def resolve(task: Any, *layers: Settings, recorded: bool = False) -> Resolved:
 
 
 def _weighed(correction: Any) -> Any:
-    """The correction of a run that samples ahead, where nobody chose one: older policies drew some of its tokens."""
+    """Return the default correction of a run that samples ahead: older policies sampled some of its tokens."""
     return correction if correction.enabled else Truncated()
 
 
 def name_python_objects(layer: Settings) -> dict[str, Any]:
-    """A layer whose objects have names: reward functions, rows, a model. `peft_config` becomes fields of the policy."""
+    """Replace Python objects (reward functions, rows, a model) by names, and `peft_config` by fields of the policy."""
     words = dict(layer)
     if "reward" in words:
         words["reward"] = register_rewards(words["reward"])
@@ -283,7 +286,7 @@ def name_python_objects(layer: Settings) -> dict[str, Any]:
 
 
 def names_of_objects(objects: Settings) -> list[str]:
-    """The names of objects that a run is resumed or loaded with: rows, eval, reward, tools, a task, a choice."""
+    """Return the names of the Python objects with which a run is resumed or loaded."""
     names: list[str] = []
     for setting, value in objects.items():
         if setting == "reward":
@@ -305,27 +308,29 @@ def names_of_objects(objects: Settings) -> list[str]:
 
 
 def row_needs(loss: Any, update: Any) -> dict[str, int]:
-    """The settings that a row brings: offline data have their number of responses, and some updates take one step."""
+    """Return required settings: samples per prompt of offline data; one epoch and mini-batch of full-batch updates."""
     samples = {"samples": RESPONSES_PER_PROMPT[loss.data]} if loss.data in RESPONSES_PER_PROMPT else {}
     return samples | ({"epochs": 1, "minibatches": 1} if update.full_batch else {})
 
 
 def check_run_length(settings: Settings) -> None:
-    """Refuse a number of steps and a number of passes in one call."""
-    steps, passes = settings.get("steps"), settings.get("data_epochs")
-    if steps is not None and passes is not None:
-        raise ConfigError(f"--steps {steps} and --data-epochs {passes} both say how long the run is: give one of them")
+    """Raise ConfigError if both a number of steps and a number of epochs are given."""
+    steps, epochs = settings.get("steps"), settings.get("data_epochs")
+    if steps is not None and epochs is not None:
+        raise ConfigError(
+            f"--steps {steps} and --data-epochs {epochs} both set the length of the run: give one of them"
+        )
 
 
 def canonical_key(key: str) -> str:
-    """--max-norm and max_norm are one name; --lr is --update.lr."""
+    """Normalize a key: max-norm to max_norm, and short flags to full ones (lr to update.lr)."""
     axis, dot, field = key.partition(".")
     key = f"{axis}.{field.replace('-', '_')}" if dot else axis.replace("-", "_")
     return SHORT.get(key, key)
 
 
 def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json as settings: {"loss": {"name": "clipped", "low": 0.1}} -> loss, loss.low."""
+    """Convert a config.json to settings: {"loss": {"name": "clipped", "low": 0.1}} -> loss, loss.low."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         if key == "ranks" and isinstance(value, Mapping) and value:
@@ -343,13 +348,13 @@ def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_from(nested: Mapping[str, Any]) -> Config:
-    """The config that `Config.to_dict` wrote down."""
+    """Return the config that `Config.to_dict` wrote."""
     settings = flatten(nested)
     return resolve(settings.pop("task"), settings, recorded=True).config()
 
 
 def _choose(axis: str, now: Any, layer: Settings, preset: Settings) -> Any:
-    """This axis after a layer: another choice if the layer names one, other fields if it sets any."""
+    """Return the choice of an axis after a layer, which may name another choice or set fields."""
     named = layer.get(axis)
     if isinstance(named, str):
         cls = find_choice(axis, CHOICES[axis], named)
@@ -376,12 +381,12 @@ def _with_fields(axis: str, now: Any, layer: Settings) -> Any:
 
 
 def _preset_fields(cls: type, preset: Settings) -> dict[str, Any]:
-    """What a choice starts from by a preset."""
+    """Return the fields that a preset sets for a choice."""
     return {k.split(".")[1]: v for k, v in preset.items() if k.startswith(f"{name_of(cls)}.")}
 
 
 def _check_choice_class(axis: str, name: Any, cls: Any) -> None:
-    """A class of the user's own has to be a choice like those on the menu."""
+    """Raise ConfigError if a user's class is not a valid choice for this axis."""
     base = CHOICES[axis][0].__mro__[1]
     if not (isinstance(cls, type) and is_dataclass(cls) and issubclass(cls, base)):
         derived = "" if base is object else f" that derives from {base.__module__}.{base.__name__}"
@@ -394,9 +399,9 @@ def _check_choice_class(axis: str, name: Any, cls: Any) -> None:
 
 
 def find_task(task: Any, rewarded: bool = False) -> tuple[Any, Settings]:
-    """A task's class or instance, from its name, and the settings that NAME:SOURCE brings along.
+    """Return a task's class or instance by name, and the settings that NAME:SOURCE implies.
 
-    In config.json the two stand apart, as the task's name and its field `source`. `rewarded`: settings give rewards.
+    config.json stores the name and the field `source` separately. `rewarded`: the settings contain rewards.
     """
     if not isinstance(task, str):
         return task_from_object(task, rewarded)
@@ -413,7 +418,7 @@ def find_task(task: Any, rewarded: bool = False) -> tuple[Any, Settings]:
 
 
 def _own_task(name: str) -> Any:
-    """A user's own task, a class or an instance. An instance is recorded as its class and its fields."""
+    """Load a user's task, a class or an instance. An instance is recorded as its class and its fields."""
     task = load_python("TASK", name)
     cls = task if isinstance(task, type) else type(task)
     if not (is_dataclass(cls) and issubclass(cls, BaseTask) and "default" in cls.presets):
@@ -427,7 +432,7 @@ def _own_task(name: str) -> Any:
 
 
 def find_choice(axis: str, menu: tuple[type, ...], name: str) -> Any:
-    """The class of this name on a menu, or a user's own behind python:FILE:NAME."""
+    """Return the class of this name on a menu, or a user's class from python:FILE:NAME."""
     if name.startswith("python:"):
         return load_python(f"--{axis}", name)
     if name.startswith("object:"):
@@ -436,12 +441,13 @@ def find_choice(axis: str, menu: tuple[type, ...], name: str) -> Any:
 
 
 def build(axis: str, cls: type, settings: Mapping[str, Any]) -> Any:
-    """A choice from its class and some of its fields, with unknown fields refused."""
+    """Return a choice with these fields; raise ConfigError for unknown ones."""
     refuse_unknown_fields(axis, cls, settings)
     return cls(**settings)
 
 
 def refuse_unknown_fields(axis: str, cls: type, names: Iterable[str]) -> None:
+    """Raise ConfigError if the class has no field of one of these names."""
     known = hyperparameters(cls)
     for name in names:
         if name not in known:
@@ -451,7 +457,7 @@ def refuse_unknown_fields(axis: str, cls: type, names: Iterable[str]) -> None:
 
 
 def spell(choice: Any, every: bool = False) -> str:
-    """clipped(low=0.2, high=0.28): the name and the fields that differ from their defaults, or every field."""
+    """Format a choice as clipped(low=0.2, high=0.28), with fields that differ from their defaults, or all fields."""
     values = {f.name: getattr(choice, f.name) for f in fields(choice) if every or getattr(choice, f.name) != f.default}
     shown = [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()]
     name = name_of(choice)
@@ -460,7 +466,7 @@ def spell(choice: Any, every: bool = False) -> str:
 
 
 def row_label(algorithm: Algorithm) -> str:
-    """The nearest named algorithm and its changes: dr-grpo+annealed. How fast each learns does not count."""
+    """Return the nearest named algorithm and the changes to it, ignoring learning rates: dr-grpo+annealed."""
     critic: Any = algorithm.critic
     pace = {name: f.default for name, f in hyperparameters(type(critic)).items() if name in hyperparameters(Adam)}
     algorithm = replace(algorithm, critic=replace(critic, **{k: v for k, v in pace.items() if v is not MISSING}))
@@ -475,7 +481,7 @@ def row_label(algorithm: Algorithm) -> str:
 
 
 def find_named(flag: str, name: str, known: Mapping[str, Any], kind: str) -> Any:
-    """What has this name among the known; an unknown name is refused with a list of the known ones."""
+    """Return the value of a name; raise ConfigError with the known names if it is unknown."""
     if name not in known:
         raise ConfigError(f"{flag} {name}: no such {kind}. There are {', '.join(known)}.{nearest(str(name), known)}")
     return known[name]

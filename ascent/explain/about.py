@@ -1,7 +1,7 @@
-"""About: what `ascent explain` says of a named algorithm (here) or a choice (choices.py), beyond docstrings.
+"""Texts of `ascent explain` about named algorithms (here) and choices (choices.py), in addition to their docstrings.
 
-What is said of TRL 1.16.0, verl 0.9.1 and the papers was read in their sources. A choice's docstring says where its
-gradient is biased. Percentages and cosines there come from a small policy whose gradient is enumerated.
+Statements about TRL 1.16.0, verl 0.9.1 and papers are based on their sources. The docstring of a choice describes the
+bias of its gradient; percentages and cosines there are computed exactly, for a small policy.
 """
 
 import inspect
@@ -18,31 +18,31 @@ Gradient = Literal["exact", "scaled", "critic", "other"]
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What a choice computes, and what others do under its name."""
+    """What a choice computes, and what other libraries and papers compute under the same name."""
 
     formula: Text = ""
     """Its part of the objective, in LaTeX. A test evaluates what `ascent explain` prints of it against the code."""
     definitions: Text = ""
-    """What the formula defines first, in LaTeX: a critic's advantage, a ratio, the margin of a pair."""
+    """Definitions that the formula needs, in LaTeX: a critic's advantage, a ratio, the margin of a pair."""
     statistics: Text = ""
-    """What the other symbols mean, and over what a mean or a sum is taken; one line for each, LaTeX between dollars."""
+    """The other symbols, and the range of means and sums; one line for each, LaTeX between dollar signs."""
     words: Text = ""
-    """Its part of the sentence that says what is maximized. For a named algorithm: what it is."""
+    """Its part of the sentence that describes the objective. For a named algorithm: a summary."""
     response_formula: str = ""
     response_words: str = ""
-    """For weights: the same for a loss that has one term per response."""
+    """For weights: the texts for a loss with one term per response."""
     denominator: str = ""
-    """What the weight of a token divides by."""
+    """The denominator of a token's weight."""
     gradient: Gradient | Callable[[Any], Gradient] = "other"
     """Not used for a loss: at ρ = 1 every surrogate has the gradient of the log-prob."""
     label: str = ""
-    """A few words for a menu, where the name alone is not clear enough."""
+    """A short label for menus, if the name alone is unclear."""
     off: bool = False
-    """Does it do nothing? An algorithm that has it does not mention its axis."""
+    """Whether the choice does nothing. Explanations of algorithms leave its axis out."""
     paper: str = ""
     trl: str = "none."
     verl: str = "none."
-    """What TRL and verl have under this name, or instead of it."""
+    """What TRL and verl compute under this name, or offer instead."""
     others: str = ""
 
 
@@ -74,25 +74,25 @@ OWN = {
     "critic": About(words="The critic is {name} ({line})"),
     "update": About(words="A step is taken by {name} ({line})"),
 }
-"""For a user's own choice without an About: texts from its class name and the first line of its docstring."""
+"""Texts for a user's choice without an About, from its class name and the first line of its docstring."""
 
 
 def first_line(thing: Any) -> str:
-    """The first line of a docstring, or "no description" if @dataclass generated it."""
+    """Return the first line of a docstring, or "no description" if @dataclass generated it."""
     doc = inspect.getdoc(thing) or ""
     generated = doc.startswith(f"{getattr(thing, '__name__', '')}(")
     return doc.splitlines()[0] if doc and not generated else "no description"
 
 
 def bias_of(cls: type) -> str:
-    """Where and why the gradient differs from ∇E[R]: what follows "Bias:" in the docstring of a choice."""
+    """Return the text after "Bias:" in the docstring of a choice: where and why its gradient differs from ∇E[R]."""
     match = re.search(r"Bias:\s+(.*?)(?=\s+Degenerate case|\Z)", inspect.getdoc(cls) or "", re.DOTALL)
     text = " ".join(match[1].split()) if match else ""
     return text[:1].upper() + text[1:]
 
 
 def fill_in(about: About, choice: Any) -> About:
-    """An About with the numbers of this choice, its class name and the first line of its docstring."""
+    """Fill an About with the fields of a choice, its class name and the first line of its docstring."""
     facts = {"name": type(choice).__name__, "line": first_line(type(choice)), **vars(choice)}
     texts: dict[str, Any] = {}
     for name in TEXTS:
@@ -102,14 +102,14 @@ def fill_in(about: About, choice: Any) -> About:
 
 
 def fill(text: str, facts: Mapping[str, Any]) -> str:
-    """A text with these facts where it has their names in braces, such as {eps:g}. LaTeX's other braces stay."""
+    """Replace the names of facts in braces, such as {eps:g}, by their values. Other braces of LaTeX are kept."""
     known = (match for match in _FIELD.finditer(text) if match[1] in facts)
     for match in reversed(list(known)):
         text = text[: match.start()] + format(facts[match[1]], match[2] or "") + text[match.end() :]
     return text
 
 
-# ---- the named algorithms: what each is, in a line, and what others do under the same name ------------------------
+# ---- named algorithms: a summary, and what others compute under the same name ------------------------
 
 _ADVANTAGE_ONLY = (
     "only the advantage; the loss stays verl's clipped token ratio with dual clip 3 and token-mean, KL off by default"

@@ -1,4 +1,4 @@
-"""The expectation and the variance of an algorithm's gradient: exactly, for a group size G.
+"""Exact expectation and variance of an algorithm's gradient for a group size G.
 
 It calls the library's own advantages, weights and objective on enumerated batches and repeats none of
 their formulas. An advantage sees only a few numbers of each other sample in a group: its reward, its length,
@@ -31,7 +31,7 @@ from ascent.oracle.exact import ResponseTable
 MAX_GROUPS = 50_000
 """Maximum number of groups."""
 NUM_PROBED_GROUPS = 12
-"""Number of groups whose advantages are computed one by one to find out whether groups depend on one another."""
+"""Number of groups whose advantages are computed separately to detect dependence between groups."""
 MAX_NUMBERS_IN_MEMORY = 200_000_000
 """Maximum of groups × (tokens of all responses + parameters), the numbers held in memory."""
 
@@ -46,25 +46,25 @@ class Estimate:
     mean: Float[Tensor, "parameter"]
     variance: float
     coupled: bool = False
-    """Do the groups of a batch depend on one another (batch-wide advantages, token mean over different lengths)?"""
+    """Whether the groups of a batch depend on each other (batch-wide advantages, token mean over different lengths)."""
 
     def scale(self, gradient: Float[Tensor, "parameter"]) -> float:
-        """The expectation's component along the gradient, as a multiple of it: 1 if unbiased."""
+        """Return the expectation's component along the gradient, as a multiple of the gradient: 1 if unbiased."""
         return float(self.mean @ gradient / (gradient @ gradient))
 
     def cosine(self, gradient: Float[Tensor, "parameter"]) -> float:
-        """1 if the expectation has the gradient's direction; NaN if either is 0."""
+        """Return the cosine of expectation and gradient: 1 if they have the same direction, NaN if either is 0."""
         return float(self.mean @ gradient / (self.mean.norm() * gradient.norm()))
 
     def bias(self, gradient: Float[Tensor, "parameter"]) -> float:
-        """‖E[g] − ∇E[R]‖ / ‖∇E[R]‖."""
+        """Return ‖E[g] − ∇E[R]‖ / ‖∇E[R]‖."""
         return float((self.mean - gradient).norm() / gradient.norm())
 
 
 def average_over_prompts(estimates: list[Estimate]) -> Estimate:
-    """The estimator on a batch with one group for each of P prompts: the mean of theirs.
+    """Return the estimator on a batch with one group for each of P prompts: the mean of their estimators.
 
-    E[g] = (1/P) Σ_p E[g_p],  Var = (1/P²) Σ_p Var_p, for groups that do not depend on one another.
+    E[g] = (1/P) Σ_p E[g_p],  Var = (1/P²) Σ_p Var_p, for independent groups.
     """
     if len(estimates) > 1 and any(e.coupled for e in estimates):
         raise ConfigError(
@@ -89,14 +89,14 @@ class EnumeratedGroups:
 
     @cached_property
     def classes(self) -> list[tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]]:
-        """Per class: its responses, the groups that have it, the place of one of its samples in each, and how many."""
-        found = []
+        """Per class: its responses, the groups that contain it, one of its samples in each, and their number."""
+        classes = []
         for k in range(int(self.class_of.max()) + 1):
             of_class = self.members == k
             here = of_class.any(1).nonzero().flatten()
             one = here, of_class[here].long().argmax(1)
-            found.append(((self.class_of == k).nonzero().flatten(), here, one, of_class[here].sum(1).to(self.weight)))
-        return found
+            classes.append(((self.class_of == k).nonzero().flatten(), here, one, of_class[here].sum(1).to(self.weight)))
+        return classes
 
 
 def estimate(
@@ -107,10 +107,10 @@ def estimate(
     progress: float = 0.0,
     groups: EnumeratedGroups | None = None,
 ) -> Estimate:
-    """Expectation and variance of the algorithm's gradient on one group of `samples` responses to the table's prompt.
+    """Compute expectation and variance of an algorithm's gradient on a group of responses to the table's prompt.
 
-    `state` is what its choices remember (a running mean, an adaptive β) and `progress` the share of the
-    run that is over. With dynamic sampling only the groups that are kept count. Pass `groups` from
+    `state` is the state of its choices (a running mean, an adaptive β) and `progress` the completed fraction of the
+    run. With dynamic sampling only the groups that are kept count. Pass `groups` from
     `enumerate_groups` to save time when algorithms are compared that differ only in their surrogate.
     """
     state = algorithm.initial_state() if state is None else state
@@ -131,14 +131,16 @@ def estimate(
 
 
 def enumerate_groups(table: ResponseTable, algorithm: Algorithm, samples: int, state: State) -> EnumeratedGroups:
-    """Every multiset of G classes, with P(c) = G!/Π n_k! · Π p_k^n_k, its advantages and its weights."""
+    """Enumerate all multisets of G classes, with P(c) = G!/Π n_k! · Π p_k^n_k, its advantages and its weights."""
     batch = table.batch_with_fields(algorithm.needs)
-    seen = sorted(algorithm.advantage.needs - {"reward_greedy"})
-    if "logp_old" in seen or algorithm.correction.normalized:
-        seen += ["logp_old", "logp_sampler"]
+    fields_read = sorted(algorithm.advantage.needs - {"reward_greedy"})
+    if "logp_old" in fields_read or algorithm.correction.normalized:
+        fields_read += ["logp_old", "logp_sampler"]
     key = [batch.reward, algorithm.shape_rewards(batch, state).reward, batch.length.unsqueeze(-1)]
     key += [] if batch.turn is None else [batch.turn, batch.mask]
-    key += [getattr(batch, name) for name in seen] + ([batch.truncated.unsqueeze(-1)] if "value" in seen else [])
+    key += [getattr(batch, name) for name in fields_read] + (
+        [batch.truncated.unsqueeze(-1)] if "value" in fields_read else []
+    )
     excluded = algorithm.exclude_responses(batch).excluded
     key += [] if excluded is None else [excluded.unsqueeze(-1)]
     _, class_of = torch.cat([x[0].to(batch.reward.dtype) for x in key], -1).unique(dim=0, return_inverse=True)
@@ -213,7 +215,7 @@ def class_moments(
     advantage: Float[Tensor, "group #token"],
     weight: Float[Tensor, "group token"],
 ) -> tuple[Float[Tensor, "group parameter"], Float[Tensor, "group"]]:
-    """A = Σ_y p(y | k) g(y) and B = Σ_y p(y | k) ‖g(y)‖² over the members y of a class, per group that has it.
+    """Return A = Σ_y p(y | k) g(y) and B = Σ_y p(y | k) ‖g(y)‖² over the members y of a class, per group that has it.
 
     g(y) = Σ_t Σ_x ∂objective/∂x_t ∂x_t/∂θ, x the outputs of the training forward: logp and, where the
     objective asks for them, entropy and the full-vocabulary KL.
@@ -227,18 +229,18 @@ def class_moments(
     forward = {name: x for name, x in vars(outputs).items() if x is not None}
     leaves = {name: x.detach()[0][index].requires_grad_() for name, x in forward.items()}
     objective = algorithm.objective(mini, Outputs(**leaves)).objective
-    slopes = torch.autograd.grad(objective, [leaves[name] for name in names], materialize_grads=True)
-    slope = torch.cat(slopes, -1)
+    grads = torch.autograd.grad(objective, [leaves[name] for name in names], materialize_grads=True)
+    grad = torch.cat(grads, -1)
     jacobian = torch.cat([table.jacobian(name)[members] for name in names], 1)
     p = table.probability[members]
     p = p / p.sum().clamp(min=torch.finfo(p.dtype).tiny)
-    A = torch.einsum("y,gyt,ytd->gd", p, slope, jacobian)
-    B = torch.einsum("y,gyt,gyt->g", p, slope, torch.einsum("gyu,yut->gyt", slope, jacobian @ jacobian.mT))
+    A = torch.einsum("y,gyt,ytd->gd", p, grad, jacobian)
+    B = torch.einsum("y,gyt,gyt->g", p, grad, torch.einsum("gyu,yut->gyt", grad, jacobian @ jacobian.mT))
     return A, B
 
 
 def pick(batch: Batch, index: Int[Tensor, "group sample"]) -> Batch:
-    """A batch of groups, each made of these responses of a one-prompt batch."""
+    """Return a batch of groups that consist of these responses of a one-prompt batch."""
     picked: dict[str, Any] = {}
     for f in fields(batch):
         value = getattr(batch, f.name)

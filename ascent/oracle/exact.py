@@ -1,4 +1,4 @@
-"""The exact oracle: every response of a small policy is enumerated, and nothing is sampled.
+"""Exact expectations and gradients: enumerate all responses of a small policy instead of sampling them.
 
     E[R] = Σ_y π(y) R(y),    ∇E[R] = Σ_y R(y) ∇π(y)
 
@@ -28,7 +28,7 @@ from ascent.training.small_learner import SmallLearner, action_logprobs, log_pro
 MAX_RESPONSES = 50_000
 """Maximum number of responses to one prompt."""
 NO_END_TOKEN = -1
-"""Stands for the end token in a space without one."""
+"""Stands for the end token in a space without an end token."""
 MAX_JACOBIAN_SIZE = 100_000_000
 """Maximum size of a Jacobian: responses × tokens × parameters."""
 JACOBIAN_CHUNK = 100_000
@@ -36,7 +36,7 @@ JACOBIAN_CHUNK = 100_000
 
 
 class EnumerableTask(Protocol):
-    """What the oracle needs from a task. Where responses have turns, `episode` makes their environment too."""
+    """Interface of a task that can be enumerated. A multi-turn task also has `make_environment`."""
 
     @property
     def space(self) -> Space: ...
@@ -53,7 +53,7 @@ class Responses(NamedTuple):
 
 
 def count_responses(space: Space) -> int:
-    """How many responses there are: vocab^limit, or with an end token Σ_{l<limit} (vocab−1)^l + (vocab−1)^limit."""
+    """Return the number of responses: vocab^limit, or with an end token Σ_{l<limit} (vocab−1)^l + (vocab−1)^limit."""
     if space.end is None:
         return space.vocab**space.limit
     return sum((space.vocab - 1) ** before for before in range(space.limit + 1))
@@ -61,17 +61,17 @@ def count_responses(space: Space) -> int:
 
 @lru_cache(maxsize=16)
 def all_responses(space: Space) -> Responses:
-    """All responses of a space, of different lengths where there is an end token."""
+    """Return all responses of a space; with an end token they have different lengths."""
     count = count_responses(space)
     if count > MAX_RESPONSES:
         raise ConfigError(
             f"{space.vocab} tokens at up to {space.limit} positions make {count:,} responses, but at most "
             f"{MAX_RESPONSES:,} can be enumerated: lower the vocabulary or the length limit"
         )
-    going = [token for token in range(space.vocab) if token != space.end]
-    rows = [list(row) for row in itertools.product(going, repeat=space.limit)]
+    other_tokens = [token for token in range(space.vocab) if token != space.end]
+    rows = [list(row) for row in itertools.product(other_tokens, repeat=space.limit)]
     if space.end is not None:
-        shorter = (row for before in range(space.limit) for row in itertools.product(going, repeat=before))
+        shorter = (row for before in range(space.limit) for row in itertools.product(other_tokens, repeat=before))
         rows += [[*row, *[space.end] * (space.limit - len(row))] for row in shorter]
     tokens = torch.tensor(rows)
     ends = tokens == (NO_END_TOKEN if space.end is None else space.end)
@@ -80,7 +80,7 @@ def all_responses(space: Space) -> Responses:
 
 
 def enumerate_responses(space: Space, prompt: Int[Tensor, "prompt position"], temperature: float = 1.0) -> Rollouts:
-    """The rollouts in which every prompt has every response, with 0 for the sampler's log-probs."""
+    """Return rollouts in which each prompt has every response, with log-probs of 0."""
     response, mask, truncated = all_responses(space)
     shape = (len(prompt), *response.shape)
     return Rollouts(
@@ -98,9 +98,9 @@ def enumerate_responses(space: Space, prompt: Int[Tensor, "prompt position"], te
 def enumerate_episodes(
     task: Any, prompts: Prompts, temperature: float = 1.0
 ) -> tuple[Rollouts, Float[Tensor, "episode"]]:
-    """Every conversation on the first of these prompts, and the probability of what its environment did in it.
+    """Return all conversations on the first of these prompts, and the probability of the environment's part in each.
 
-    The task's environment keeps its state in `state` and offers `outcomes`; a turn has `turn_tokens` tokens.
+    The task's environment has `state` and `outcomes`; a turn has `turn_tokens` tokens.
     """
     space, turn = task.space, task.turn_tokens
     environment = task.make_environment()
@@ -109,7 +109,7 @@ def enumerate_episodes(
     going = [Episode([], [], [], [], 1.0, environment.state)]
     ended: list[Episode] = []
     while going:
-        after = [e.continued(number, action, way) for number, e, action, way in _ways(environment, going, actions)]
+        after = [e.extend(turn, action, outcome) for turn, e, action, outcome in _outcomes(environment, going, actions)]
         ended += [e for e in after if e.over]
         going = [e for e in after if not e.over]
         if len(ended) + len(going) > MAX_RESPONSES:
@@ -145,42 +145,44 @@ class Episode(NamedTuple):
     turn: list[int]
     reward: list[float]
     probability: float
-    """The probability of the environment's part in it."""
+    """Probability of the environment's outcomes in it."""
     state: Any
     over: bool = False
 
-    def continued(self, number: int, action: list[int], way: tuple[float, Any, Any]) -> "Episode":
-        """One more turn, answered in this way."""
-        probability, state, step = way
-        seen = [] if step.done else [int(token) for token in str(step.observation).split()]
+    def extend(self, turn: int, action: list[int], outcome: tuple[float, Any, Any]) -> "Episode":
+        """Return the conversation after one more action and this outcome of the environment."""
+        probability, state, step = outcome
+        observation = [] if step.done else [int(token) for token in str(step.observation).split()]
         return Episode(
-            self.tokens + action + seen,
-            self.mask + [True] * len(action) + [False] * len(seen),
-            self.turn + [number] * len(action + seen),
-            self.reward + [0.0] * (len(action) - 1) + [step.reward] + [0.0] * len(seen),
+            self.tokens + action + observation,
+            self.mask + [True] * len(action) + [False] * len(observation),
+            self.turn + [turn] * len(action + observation),
+            self.reward + [0.0] * (len(action) - 1) + [step.reward] + [0.0] * len(observation),
             self.probability * probability,
             state,
             step.done,
         )
 
 
-def _ways(environment: Any, going: list[Episode], actions: list[list[int]]) -> Iterator[tuple[int, Episode, Any, Any]]:
-    """Every continuation of these conversations: the number of its turn, the action, and what the environment does."""
+def _outcomes(
+    environment: Any, going: list[Episode], actions: list[list[int]]
+) -> Iterator[tuple[int, Episode, Any, Any]]:
+    """Yield all continuations of these conversations: turn index, conversation, action, outcome of the environment."""
     for episode in going:
-        number = episode.turn[-1] + 1 if episode.turn else 0
+        turn = episode.turn[-1] + 1 if episode.turn else 0
         for action in actions:
-            for way in environment.outcomes(episode.state, " ".join(map(str, action))):
-                yield number, episode, action, way
+            for outcome in environment.outcomes(episode.state, " ".join(map(str, action))):
+                yield turn, episode, action, outcome
 
 
 def reward_table(task: EnumerableTask, prompt: Int[Tensor, "prompt position"]) -> Float[Tensor, "prompt response"]:
-    """R(y) of every response to these prompts, NaN where the reward failed, for any policy."""
+    """Return R(y) of every response to these prompts, NaN where the reward failed. It does not depend on a policy."""
     scores = task.score(enumerate_responses(task.space, prompt))
     return torch.where(scores.valid, scores.reward.sum(-1), torch.nan)
 
 
 def probability(policy: Policy, rollouts: Rollouts) -> Float[Tensor, "prompt sample"]:
-    """π(y) of whole responses, at the rollouts' temperature; differentiable."""
+    """Return π(y) of whole responses at the rollouts' temperature; differentiable."""
     return action_logprobs(log_probs(policy, rollouts), rollouts).sum(-1).exp()
 
 
@@ -191,7 +193,7 @@ def expected_reward(
     reward: Float[Tensor, "prompt response"],
     temperature: float = 1.0,
 ) -> float:
-    """E[R] = Σ_y π(y) R(y), the mean over these prompts, with R from `reward_table`. NaN if any R is."""
+    """Return E[R] = Σ_y π(y) R(y), the mean over these prompts, with R from `reward_table`; NaN if any R is NaN."""
     every = enumerate_responses(policy.space, prompt, temperature)
     return (probability(policy, every) * reward).sum().item() / len(prompt)
 
@@ -200,10 +202,10 @@ class ResponseTable:
     """Every response to one prompt under the policies of a training step, computed in float64.
 
     `policy` is trained; `old` gave logp_old (default: the same policy); `behavior_policy` sampled the responses
-    (default: `old`); `reference` is the policy that a KL is measured to; `value` is a critic's value of every
-    state (default: the exact V); `problem` is the identity of a prompt that is not its own problem. Where the task has
-    an environment, every conversation is enumerated with all that the environment may do. Gradients are with respect
-    to the trainable parameters of `policy`, flattened.
+    (default: `old`); the KL is measured to `reference`; `value` has a critic's value of every state (default: the exact
+    V); `problem` identifies the problem of the prompt in a multi-turn task. For a task with an environment, all
+    conversations with all outcomes of the environment are enumerated. Gradients are with respect to the trainable
+    parameters of `policy`, flattened.
     """
 
     def __init__(
@@ -248,17 +250,17 @@ class ResponseTable:
 
     @property
     def probability(self) -> Float[Tensor, "response"]:
-        """p(y) under the policy that drew the responses, times the probability of what its environment did."""
+        """p(y) under the behavior policy, times the probability of the environment's outcomes."""
         return self.batch.logp_sampler.sum(-1).exp()[0] * self.environment_probability
 
     @cached_property
     def expected_reward(self) -> float:
-        """E[R] under the policy that is trained."""
+        """E[R] under the trained policy."""
         return float(self._expected().detach())
 
     @cached_property
     def gradient(self) -> Float[Tensor, "parameter"]:
-        """∇E[R], by differentiating the sum itself."""
+        """∇E[R], by differentiating the sum."""
         return self.differentiate(self._expected())
 
     def _expected(self) -> Float[Tensor, ""]:
@@ -266,7 +268,7 @@ class ResponseTable:
 
     @cached_property
     def exact_value(self) -> Float[Tensor, "response state"]:
-        """V(s_t) = E[Σ_{u ≥ t} r_u | the first t tokens] under the policy that drew the responses; 0 after the end."""
+        """V(s_t) = E[Σ_{u ≥ t} r_u | the first t tokens] under the behavior policy; 0 after the end."""
         mask, p = self.batch.mask[0], self.probability
         reward = per_token_reward(self.batch, self.batch.reward)
         to_go = torch.nn.functional.pad(reward_to_go(reward)[0], (0, 1))
@@ -280,7 +282,7 @@ class ResponseTable:
         return torch.stack(values, -1)
 
     def differentiate(self, value: Float[Tensor, ""]) -> Float[Tensor, "parameter"]:
-        """∂value/∂θ, flattened."""
+        """Return ∂value/∂θ, flattened."""
         return _flat(torch.autograd.grad(value, self._parameters, materialize_grads=True))[0]
 
     @property
@@ -288,7 +290,7 @@ class ResponseTable:
         return [p for p in self.policy.parameters() if p.requires_grad]
 
     def _learner(self, old: bool, outputs: frozenset[str] = frozenset()) -> SmallLearner:
-        """A learner of the old policy or of the trained one, made once: its optimizer takes longer than a forward."""
+        """Return a cached learner of the old or the trained policy, because creating an optimizer is slow."""
         if (old, outputs) not in self._learners:
             learner = SmallLearner(self.old if old else self.policy, Adam(), reference=False, outputs=outputs)
             learner.reference = self.reference
@@ -296,11 +298,11 @@ class ResponseTable:
         return self._learners[old, outputs]
 
     def outputs(self, names: frozenset[str] = frozenset()) -> Outputs:
-        """The training forward on all responses; the outputs in `names` get a gradient, as logp does."""
+        """Run the training forward on all responses; the outputs in `names` get a gradient, like logp."""
         return self._learner(False, names).evaluate(self.batch)
 
     def jacobian(self, name: str) -> Float[Tensor, "response token parameter"]:
-        """∂/∂θ of every token's `logp` (its score), `entropy` or `kl_full`."""
+        """Return ∂/∂θ of every token's `logp` (its score), `entropy` or `kl_full`."""
         if name not in self._jacobians:
             size, parameters = self.batch.mask.numel(), sum(p.numel() for p in self._parameters)
             if size * parameters > MAX_JACOBIAN_SIZE:
@@ -313,13 +315,13 @@ class ResponseTable:
             options = {"retain_graph": True, "is_grads_batched": True, "materialize_grads": True}
             rows = []
             for part in parts:
-                along = torch.nn.functional.one_hot(part, size).to(values.dtype).view(-1, *values.shape)
-                rows.append(_flat(torch.autograd.grad(values, self._parameters, along, **options), len(part)))
+                one_hot = torch.nn.functional.one_hot(part, size).to(values.dtype).view(-1, *values.shape)
+                rows.append(_flat(torch.autograd.grad(values, self._parameters, one_hot, **options), len(part)))
             self._jacobians[name] = torch.cat(rows).unflatten(0, values.shape[1:])
         return self._jacobians[name]
 
     def batch_with_fields(self, needs: frozenset[str]) -> Batch:
-        """The batch with the fields that an algorithm needs, computed by the library's own sampler and learner."""
+        """Return the batch with the fields that an algorithm needs, computed by the library's engine and learner."""
         if needs & {"logp_ref", "kl_full"} and self.reference is None:
             raise ConfigError(
                 "the algorithm needs a reference policy, but the table has none: pass ResponseTable(reference=...)"
