@@ -62,13 +62,13 @@ class Simulated(RolloutEngine):
     def __init__(self, rng: random.Random):
         self.rng, self.version = rng, -1
         self.written: dict[RolloutRequest, list[list[int]]] = {}
-        """By ticket, the version of each token of each response so far."""
+        """The version of each token of each response so far, by request."""
 
     def load(self, params: dict[str, Tensor], version: int) -> None:
         self.version = version
 
     def copy(self) -> dict[RolloutRequest, list[list[int]]]:
-        return {ticket: [list(row) for row in rows] for ticket, rows in self.written.items()}
+        return {request: [list(row) for row in rows] for request, rows in self.written.items()}
 
     def iter_finished(self, step: int, deadline: float) -> Iterator[FinishedRollouts]:
         for one in self.pending:
@@ -83,18 +83,18 @@ class Simulated(RolloutEngine):
         for one in mine:
             yield FinishedRollouts(one.request, torch.arange(len(one.request.prompts)), self.rollouts(one.request))
 
-    def rollouts(self, ticket: RolloutRequest) -> Rollouts:
-        """Every token says which step it belongs to."""
-        rows = self.written.pop(ticket)
-        shape, width = (len(ticket.prompts), ticket.samples), max(map(len, rows))
+    def rollouts(self, request: RolloutRequest) -> Rollouts:
+        """Return responses whose tokens encode the step that they belong to."""
+        rows = self.written.pop(request)
+        shape, width = (len(request.prompts), request.samples), max(map(len, rows))
         version = torch.tensor([row + [-1] * (width - len(row)) for row in rows]).view(*shape, width)
-        response = torch.full((*shape, width), ticket.step % 4)
+        response = torch.full((*shape, width), request.step % 4)
         logp, cut = torch.zeros(*shape, width), torch.zeros(shape, dtype=torch.bool)
-        return Rollouts(ticket.prompts.prompt, response, version >= 0, logp, self.limit, cut, version=version)
+        return Rollouts(request.prompts.prompt, response, version >= 0, logp, self.limit, cut, version=version)
 
 
 def try_schedule(rng: random.Random, steps: int = 8) -> tuple[int, int, int]:
-    """The oldest and the youngest token in steps, and the resumes, of one run; AssertionError where a ticket is odd."""
+    """Return the largest staleness of a token, the limit on it, and the number of resumes of one simulated run."""
     task, ahead = Sort(length=3, numbers=4, end=True), rng.randint(0, 5)
     given: dict[str, Any] = {"prompts": 2, "samples": 2, "steps": steps, "seed": rng.randrange(1000)}
     config = Config(task, PerPosition(), ALGORITHMS["grpo"], ahead=ahead, **given)
@@ -112,7 +112,7 @@ def try_schedule(rng: random.Random, steps: int = 8) -> tuple[int, int, int]:
         assert torch.equal(trained.setdefault(step, batch.prompt), batch.prompt), "a resume has other prompts"
         step += 1
         open_steps = [one.request.step for one in sampler.pending]
-        assert open_steps == list(range(step, min(step + ahead, steps))), f"open tickets: {open_steps}"
+        assert open_steps == list(range(step, min(step + ahead, steps))), f"pending requests: {open_steps}"
         if rng.random() < 0.2:
             saved = (step, sampler.pending, sampler.copy(), prompts.get_state())
         elif rng.random() < 0.1:
@@ -139,7 +139,7 @@ def learn(seeds: int) -> list[dict[str, Any]]:
     return found
 
 
-# ---- lanes ----------------------------------------------------------------------------------------------------
+# ---- batch size ----------------------------------------------------------------------------------------------------
 
 
 class Ragged(LocalEngine):
@@ -151,8 +151,8 @@ class Ragged(LocalEngine):
         return self.lengths[prompts.problem].flatten().clamp(max=limit)
 
 
-def lanes(ahead: int, smoke: bool) -> dict[str, Any]:
-    """Decoding steps, seconds and busy lanes of eight steps, after which everything has been trained on."""
+def decode_steps(ahead: int, smoke: bool) -> dict[str, Any]:
+    """Return the decoding steps, seconds and mean batch size of eight training steps."""
     steps, groups, samples, mean = (3, 2, 4, 4) if smoke else (8, 8, 8, 24)
     with tempfile.TemporaryDirectory() as folder:
         lm = CausalLM(random_model(Path(folder), SMOKE), dtype="float32", device="cpu").load()
@@ -192,12 +192,12 @@ def main(argv: list[str] | None = None) -> int:
     tried = [try_schedule(rng) for _ in range(5 if smoke else options.schedules)]
     resumes = sum(resumes for _, _, resumes in tried)
     print(f"{len(tried)} schedules with {resumes} resumes: no token is older than allowed", flush=True)
-    found = [lanes(ahead, smoke) for ahead in (0, 4)]
+    found = [decode_steps(ahead, smoke) for ahead in (0, 4)]
     table = [[str(f["ahead"]), str(f["passes"]), f"{f['busy']:.1f}", f"{f['seconds']:.1f}"] for f in found]
-    head = ["ahead", "decoding steps", "lanes busy", "seconds on this CPU"]
+    head = ["ahead", "decoding steps", "running sequences", "seconds on this CPU"]
     show(head, table)
     passes = [float(f["passes"]) for f in found]
-    more = {"schedules": len(tried), "resumes": resumes, "lanes": found}
+    more = {"schedules": len(tried), "resumes": resumes, "batches": found}
     if smoke:
         return close("ahead", None, None, SAVED, True, smoke=True, **more)[1]
     learned = learn(options.seeds)
@@ -208,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
     columns = ["ahead", "correction", "E[R]", "sorted"]
     show(columns, rows)
     text = PAGE.format(
-        schedules=len(tried), resumes=resumes, lanes=markdown(head, table), learned=markdown(columns, rows),
+        schedules=len(tried), resumes=resumes, batches=markdown(head, table), learned=markdown(columns, rows),
         seeds=options.seeds, ratio=passes[0] / passes[1],
     )  # fmt: skip
     write_page("ahead", f"{text}\n\n{ahead_engine.section()}")
@@ -224,16 +224,16 @@ PAGE = """
 from an older checkpoint): no token is older than K updates, every group is trained in its own step, and a resume has
 the same prompts.
 
-**Lanes.** 512 responses in eight steps of 64, lengths log-normal with mean 24, σ = 1 and a limit of 192, through 128
-lanes, by a tiny random model. With K = 4 it takes {ratio:.2f} times fewer decoding steps. On a GPU a decoding step
-takes about as long for few rows as for many, so this is what sampling ahead can save there at most; on a CPU the time
-of a step grows with its rows. [On a GPU](ahead_gpu.md) it is 1.8 times as many tokens per second.
+**Batch size.** 512 responses in eight steps of 64, lengths log-normal with mean 24, σ = 1 and a limit of 192, at most
+128 at once, by a tiny random model. With K = 4 it takes {ratio:.2f} times fewer decoding steps. On a GPU a decoding
+step takes about as long for few rows as for many, so this is what sampling ahead can save there at most; on a CPU the
+time of a step grows with its rows. [On a GPU](ahead_gpu.md) it is 1.8 times as many tokens per second.
 
-{lanes}
+{batches}
 
 **Learning.** `lecture` with leave-one-out advantages and a clipped loss, 40 steps, {seeds} seeds, mean and 95 %
-interval at the end. A small policy draws each ticket whole, so every token is K updates old from step K on: the largest
-age that is allowed.
+interval at the end. A small policy generates each request whole, so every token is K updates old from step K on: the
+largest staleness that is allowed.
 
 {learned}
 """

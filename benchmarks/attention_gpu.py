@@ -35,8 +35,8 @@ from benchmarks.rollouts_gpu import BANDWIDTH, SHAPES
 
 MOST = 1.1
 """The figure to reach, over the time of the bytes."""
-LANES, RESPONSES, STEP = 512, 2048, 2000
-"""Of `benchmarks.ragged_gpu`; and the step at which all lanes are looked at."""
+MAX_NUM_SEQS, RESPONSES, STEP = 512, 2048, 2000
+"""Those of `benchmarks.ragged_gpu`, and the step at which the full batch is measured."""
 RAGGED = ((512, 512), (256, 256), (128, 128), (48, 64), (24, 32), (12, 16), (3, 8))
 """Responses that run, and the rows of their graph."""
 EQUAL = {"1.5b": ((256, 190), (512, 825)), "135m": ((512, 190), (256, 190), (512, 1000))}
@@ -46,62 +46,62 @@ TIMES = ("us", "whole_us", "bytes_us")
 
 
 def running_at(rows: int) -> list[int]:
-    """The tokens of those that run when for the first time there are no more of them; of all lanes, at step STEP."""
+    """Return the lengths of the running sequences when at most `rows` are left; of a full batch, at step STEP."""
     limits, lengths = lengths_of(RESPONSES, MEAN, LIMIT).tolist(), dict[int, int]()
     waiting, steps = list(range(RESPONSES))[::-1], 0
     while True:
-        while waiting and len(lengths) < LANES:
+        while waiting and len(lengths) < MAX_NUM_SEQS:
             lengths[waiting.pop()] = 0
         stride = min(limits[r] - n for r, n in lengths.items())
         lengths = {r: n + stride for r, n in lengths.items() if n + stride < limits[r]}
         steps += stride
-        if len(lengths) <= rows < LANES or (rows >= LANES and steps >= STEP):
+        if len(lengths) <= rows < MAX_NUM_SEQS or (rows >= MAX_NUM_SEQS and steps >= STEP):
             return list(lengths.values())[:rows]
 
 
 class Rows:
-    """Rows of these lengths, and room for `count` of them; all layers of a model of this shape."""
+    """Decode state with sequences of these lengths in a batch of `count` rows, for all layers of this shape."""
 
     def __init__(self, shape: dict[str, Any], lengths: list[int], count: int, layers: int, device: str):
         self.shared, heads = shape["num_key_value_heads"], shape["num_attention_heads"]
-        channel = shape["hidden_size"] // heads
+        head_dim = shape["hidden_size"] // heads
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         need = [n // BLOCK_SIZE + 1 for n in lengths]
         like = torch.zeros((), dtype=dtype, device=device)
-        self.board = DecodeState.allocate(
-            layers, self.shared, channel, count, sum(need), max(need), max(lengths) + 1, like
+        self.decode_state = DecodeState.allocate(
+            layers, self.shared, head_dim, count, sum(need), max(need), max(lengths) + 1, like
         )
-        pages = torch.randperm(sum(need)).split(need)
-        for lane, own in enumerate(pages):
-            self.board.block_tables[lane, : len(own)] = own.int()
-        for cache in (x for pair in self.board.cache.layers.values() for x in pair):
+        blocks = torch.randperm(sum(need)).split(need)
+        for batch_index, own in enumerate(blocks):
+            self.decode_state.block_tables[batch_index, : len(own)] = own.int()
+        for cache in (x for pair in self.decode_state.cache.layers.values() for x in pair):
             cache.normal_()
-        self.board.state[RESPONSE_LENGTH, : len(lengths)] = torch.tensor(lengths, device=device)
-        self.board.batch_indices[: len(lengths)] = torch.arange(len(lengths), device=device)
-        angle = torch.rand(max(lengths) + 1, channel // 2).repeat(1, 2).to(device) * 6
-        self.turn = AttentionParams(angle.cos().to(dtype), angle.sin().to(dtype), None, channel**-0.5)
-        self.qkv = torch.randn(count, (heads + 2 * self.shared) * channel, device=device).to(dtype)
+        self.decode_state.state[RESPONSE_LENGTH, : len(lengths)] = torch.tensor(lengths, device=device)
+        self.decode_state.batch_indices[: len(lengths)] = torch.arange(len(lengths), device=device)
+        angle = torch.rand(max(lengths) + 1, head_dim // 2).repeat(1, 2).to(device) * 6
+        self.params = AttentionParams(angle.cos().to(dtype), angle.sin().to(dtype), None, head_dim**-0.5)
+        self.qkv = torch.randn(count, (heads + 2 * self.shared) * head_dim, device=device).to(dtype)
         self.count, self.layers, self.live = count, layers, len(lengths)
-        self.bytes = sum(lengths) * 2 * self.shared * channel * like.element_size()
+        self.bytes = sum(lengths) * 2 * self.shared * head_dim * like.element_size()
         self.out: Tensor = like
 
     def attend(self, ops: Any, cut: bool) -> None:
-        parts = ops.split_long_rows(self.board, self.count) if cut else None
+        parts = ops.split_long_rows(self.decode_state, self.count) if cut else None
         for layer in range(self.layers):
-            self.out = ops.paged_attention(self.qkv, self.turn, self.board, layer, parts)
+            self.out = ops.paged_attention(self.qkv, self.params, self.decode_state, layer, parts)
 
     def found(self) -> Tensor:
         return self.out[: self.live].double().clone()
 
 
-def seconds_of(replay: Callable[[], None], on_card: bool) -> float:
+def seconds_of(replay: Callable[[], None], on_gpu: bool) -> float:
     """The median of a few replays."""
     times = []
     for _ in range(REPEATS):
         begun = time.perf_counter()
         for _ in range(REPEATS):
             replay()
-        if on_card:
+        if on_gpu:
             torch.cuda.synchronize()
         times.append((time.perf_counter() - begun) / REPEATS)
     return statistics.median(times)
@@ -120,7 +120,7 @@ def measure(name: str, lengths: list[int], count: int, cut: bool, smoke: bool) -
         replay = graphs.capture(lambda how=how: rows.attend(ops, how))  # type: ignore[misc]
         replay()
         took[how], results[how] = seconds_of(replay, not smoke), rows.found()
-    assert not rows.board.finished_splits.any()
+    assert not rows.decode_state.finished_splits.any()
     return {
         "shape": name,
         "rows": len(lengths),

@@ -46,14 +46,14 @@ SIDES = {
 
 def measure(lm: LanguageModel, algorithm: Algorithm, batch: Batch, repeats: int) -> dict[str, Any]:
     """Seconds of scoring and of updates, and the most memory that they took."""
-    choice, on_card = algorithm.critic, lm.device.type == "cuda"
+    choice, on_gpu = algorithm.critic, lm.device.type == "cuda"
     critic = LanguageCritic(lm, choice.shared) if choice.enabled else None
     learner = LanguageLearner(
         lm, algorithm.update, False, algorithm.outputs, critic=critic, critic_update=choice.update
     )
     needs = frozenset({"logp_old"}) | (algorithm.needs & {"value"})
     found: dict[str, Any] = {"score": [], "update": [], "value_loss": []}
-    if on_card:
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     for _ in range(repeats + 1):
         begin = time.perf_counter()
@@ -66,7 +66,7 @@ def measure(lm: LanguageModel, algorithm: Algorithm, batch: Batch, repeats: int)
         sums = stepped.sums | choice(learner, ready)  # on a GPU both wait for their numbers
         found["update"].append(time.perf_counter() - begin)
         found["value_loss"].append(float(sums.get("value/loss", 0.0)) / ready.tokens)
-    found["peak"] = torch.cuda.max_memory_allocated() if on_card else 0
+    found["peak"] = torch.cuda.max_memory_allocated() if on_gpu else 0
     found["micro_tokens"] = learner.plan.tokens
     return found
 

@@ -41,18 +41,18 @@ def measure(side: str, model: str, device: str, prompts: int, tokens: int) -> di
     verify_model(lm, 1024)
     learner = SIDES[side](lm, ALGORITHM.update, False, ALGORITHM.outputs, micro_batch=2**40, checkpointing=True)
     learner.step(batch_of(lm, 1, 2), ALGORITHM.objective, ALGORITHM.update)
-    batch, on_card = batch_of(lm, prompts, tokens), device == "cuda"
-    if on_card:
+    batch, on_gpu = batch_of(lm, prompts, tokens), device == "cuda"
+    if on_gpu:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if on_card else 0
+    before = torch.cuda.memory_allocated() if on_gpu else 0
     begin = time.perf_counter()
     stepped = learner.step(batch, ALGORITHM.objective, ALGORITHM.update)
     entropy = float(stepped.sums["entropy"]) / batch.tokens
     return {
         "before": before,
-        "peak": torch.cuda.max_memory_allocated() if on_card else 0,
+        "peak": torch.cuda.max_memory_allocated() if on_gpu else 0,
         "seconds": time.perf_counter() - begin,
         "grad_norm": float(stepped.metrics["grad_norm"]),
         "entropy": entropy,

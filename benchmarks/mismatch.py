@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     shapes = options.shape if device == "cuda" else ["smoke" if options.smoke else "cpu"]
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bfloat16 products of its own
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bfloat16 matmuls
         for shape in shapes:
             own = GPU_SHAPES.get(shape, ON_CPU) | {"max_position_embeddings": 512, "kind": "Llama"}
             own |= {"num_hidden_layers": 1, "vocab_size": 64} if shape == "smoke" else {}

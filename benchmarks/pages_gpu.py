@@ -43,9 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="measurements of one turn, of which the median counts")
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU, only to see that it runs")
     options = options_with_gpu(parser, argv)
-    sides = {"pages": ROOT} | ({"contiguous": options.before.resolve()} if options.before else {})
+    sides = {"paged": ROOT} | ({"contiguous": options.before.resolve()} if options.before else {})
     if options.smoke:
-        sides, options.tokens, options.turns = {"contiguous": ROOT, "pages": ROOT}, [8], 1
+        sides, options.tokens, options.turns = {"contiguous": ROOT, "paged": ROOT}, [8], 1
     small = argparse.Namespace(smoke=True, repeats=1, profile=False)
     rows, found = [], []
     for shape in options.shape:
@@ -60,10 +60,10 @@ def main(argv: list[str] | None = None) -> int:
                     )
                     rates[side].append(one["tokens_per_second"])
             best = {side: max(each) for side, each in rates.items()}
-            ratio = best["pages"] / best.get("contiguous", float("nan"))
+            ratio = best["paged"] / best.get("contiguous", float("nan"))
             rows.append([shape, str(tokens), *(f"{rate:,.0f}" for rate in best.values()), f"{ratio:.3f}"])
             found.append({"shape": shape, "tokens": tokens, "tokens_per_second": rates, "ratio": ratio})
-    show(["shape", "tokens", *sides, "pages / contiguous"], rows)
+    show(["shape", "tokens", *sides, "paged / contiguous"], rows)
     if options.smoke or "contiguous" not in sides:
         return close("pages_gpu", None, None, KEPT, True, smoke=options.smoke, found=found)[1]
     least = min(each["ratio"] for each in found)

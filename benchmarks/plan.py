@@ -88,10 +88,10 @@ def room_of(name: str) -> float:
 
 
 def rollout_seconds(name: str, groups: list[list[int]], rows: int, fit: FittedConstants) -> float:
-    lanes = SimulatedGpu(gpu_cost(name, fit), rows, PROMPT)
-    lanes.add(0, groups)
-    lanes.run(0, float("inf"))
-    return lanes.clock
+    gpu = SimulatedGpu(gpu_cost(name, fit), rows, PROMPT)
+    gpu.add(0, groups)
+    gpu.run(0, float("inf"))
+    return gpu.clock
 
 
 def update_seconds(name: str, groups: list[list[int]], fit: FittedConstants) -> float:

@@ -90,41 +90,41 @@ def lengths_in(job: Job) -> list[list[int]]:
     return lengths_of(job.prompts * job.samples, job.ragged, job.tokens).view(job.prompts, -1).tolist()
 
 
-def timed(work: Callable[[], Any], repeats: int, on_card: bool) -> tuple[list[float], int]:
+def timed(work: Callable[[], Any], repeats: int, on_gpu: bool) -> tuple[list[float], int]:
     """Seconds of each call after the first, and the most bytes that were allocated."""
     seconds = []
     for turn in range(repeats + 1):
-        if on_card and turn == 1:
+        if on_gpu and turn == 1:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
         work()
-        if on_card:
+        if on_gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
-    return seconds[1:], torch.cuda.max_memory_allocated() if on_card else 0
+    return seconds[1:], torch.cuda.max_memory_allocated() if on_gpu else 0
 
 
 def rollout(lm: LanguageModel, job: Job, repeats: int) -> dict[str, Any]:
-    on_card = lm.device.type == "cuda"
+    on_gpu = lm.device.type == "cuda"
     sampler = LocalEngine(lm, job.tokens, 1.0, torch.Generator().manual_seed(0))
     table = torch.tensor(lengths_in(job))
     sampler.length_limits = lambda *_: table.flatten()  # type: ignore[assignment, method-assign, misc]
     ids = torch.randint(3, lm.vocab_size, (job.prompts, PROMPT), generator=torch.Generator().manual_seed(0))
-    seconds, peak = timed(lambda: sampler.generate(Prompts.of(ids), job.samples), repeats, on_card)
+    seconds, peak = timed(lambda: sampler.generate(Prompts.of(ids), job.samples), repeats, on_gpu)
     return {"seconds": seconds, "peak": peak}
 
 
 def learning(lm: LanguageModel, jobs: list[Job], repeats: int, note: Callable[..., None]) -> None:
     """Updates and scores of these batches."""
-    on_card = lm.device.type == "cuda"
-    learner = LanguageLearner(lm, ALGORITHM.update, False, ALGORITHM.outputs, micro_batch=0 if on_card else 300)
+    on_gpu = lm.device.type == "cuda"
+    learner = LanguageLearner(lm, ALGORITHM.update, False, ALGORITHM.outputs, micro_batch=0 if on_gpu else 300)
     for job in jobs:
         batch = batch_of(lm, [(PROMPT, own) for own in lengths_in(job)])
-        seconds, peak = timed(partial(seconds_of, learner, batch), repeats, on_card)
+        seconds, peak = timed(partial(seconds_of, learner, batch), repeats, on_gpu)
         own = {"micro_tokens": learner.plan.tokens, "bytes_per_token": bytes_per_token(lm, False)}
         note("update", job, {"seconds": seconds, "peak": peak, **own})
-        seconds, peak = timed(partial(learner.score, batch, frozenset({"logp_old"})), repeats, on_card)
+        seconds, peak = timed(partial(learner.score, batch, frozenset({"logp_old"})), repeats, on_gpu)
         note("score", job, {"seconds": seconds, "peak": peak})
 
 

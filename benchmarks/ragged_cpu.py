@@ -8,11 +8,11 @@ The KV caches of all sides have room for the same number of tokens: 8 sequences 
     before     sequences reserve their limit, so 8 run at once, and a finished one makes room for the next; decoded by
                the model's own layers, as before the paged cache
     reserved   the same sequences, decoded as today (inference/runners)
-    pages      a sequence allocates blocks as it grows, so more run at once; when blocks run out, the youngest is
+    paged      a sequence allocates blocks as it grows, so more run at once; when blocks run out, the youngest is
                preempted and prefilled again
 
-They sample the same tokens, and alternate after a short warm-up. `value` is the tokens per second of `pages` over
-`before` (target 1.5), and `pages_alone` is the same over `reserved`; `cpu_seconds` is the CPU time of the process,
+They sample the same tokens, and alternate after a short warm-up. `value` is the tokens per second of `paged` over
+`before` (target 1.5), and `paged_alone` is the same over `reserved`; `cpu_seconds` is the CPU time of the process,
 which other processes disturb less. Progress is printed every few seconds. `--smoke` runs a tiny random model.
 """
 
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     lengths[0] = limit
     slots = -(-ROWS // options.samples) + 1
     room = BLOCK_SIZE * (ROWS * -(-limit // BLOCK_SIZE) + slots * -(-max(map(len, prompts)) // BLOCK_SIZE))
-    sides = {"before": (ROWS, 0), "reserved": (ROWS, 0), "pages": (len(lengths), room)}
+    sides = {"before": (ROWS, 0), "reserved": (ROWS, 0), "paged": (len(lengths), room)}
     seconds, computed = ({name: list[float]() for name in sides} for _ in range(2))
     for rows in (ROWS, len(lengths)):
         draw("warm-up", lm, prompts, lengths.clamp(max=WARM), rows)
@@ -122,12 +122,12 @@ def main(argv: list[str] | None = None) -> int:
             seconds[name].append(wall)
             computed[name].append(cpu)
             tokens[name] = drawn.tokens
-    same = {name: float((tokens[name] == tokens["before"]).float().mean()) for name in ("reserved", "pages")}
+    same = {name: float((tokens[name] == tokens["before"]).float().mean()) for name in ("reserved", "paged")}
     rates = {name: int(lengths.sum()) / statistics.median(found) for name, found in seconds.items()}
     show(["cache", "tokens/s"], [[name, f"{rate:.0f}"] for name, rate in rates.items()])
-    value = rates["pages"] / rates["before"]
+    value = rates["paged"] / rates["before"]
     more = {
-        "pages_alone": rates["pages"] / rates["reserved"],
+        "paged_alone": rates["paged"] / rates["reserved"],
         "seconds": seconds,
         "cpu_seconds": computed,
         "tokens_per_second": rates,

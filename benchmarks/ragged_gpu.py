@@ -1,6 +1,6 @@
 """Long and ragged answers on one GPU: responses of log-normal lengths in a smaller batch, against the memory's floor.
 
-    python -m benchmarks.ragged_gpu [--shape 1.5b] [--responses 2048] [--lanes 512] [--floors] [--smoke]
+    python -m benchmarks.ragged_gpu [--shape 1.5b] [--responses 2048] [--max-num-seqs 512] [--floors] [--smoke]
 
 Each response has its own fixed length: log-normal with mean 1,000 and σ = 1, at most 8,192. The floor is the time
 in which the memory (4.3 TB/s) can move what an ideal schedule has to: for every step, the weights once and the keys and
@@ -39,11 +39,11 @@ from benchmarks.rollouts_gpu import BANDWIDTH, SHAPES, SMOKE, model_of, prompts_
 
 MEAN, SIGMA, LIMIT, SAMPLES = 1000, 1.0, 8192, 8
 ARITHMETIC = 790e12
-"""Operations per second of bfloat16 products on an H200, measured."""
+"""Operations per second of bfloat16 matmuls on an H200, measured."""
 WARM = 4
 """Responses of the call before the measurement are shorter by this factor."""
 TIME, RESERVED = 1.6, 1.15
-"""The figures to reach: time over the floor, and tokens on pages over live tokens."""
+"""The figures to reach: time over the floor, and allocated tokens over live tokens."""
 
 
 def lengths_of(count: int, mean: float, limit: int) -> Tensor:
@@ -51,14 +51,14 @@ def lengths_of(count: int, mean: float, limit: int) -> Tensor:
     return torch.exp(math.log(mean) - SIGMA**2 / 2 + SIGMA * draws).long().clamp(1, limit)
 
 
-def ideal(lengths: list[int], prompts: list[int], lanes: int) -> tuple[Counter[int], float, int]:
+def ideal(lengths: list[int], prompts: list[int], max_num_seqs: int) -> tuple[Counter[int], float, int]:
     """Where a finished response is replaced at once: steps by their rows, and live tokens, all steps' and the most."""
     waiting, running = list(range(len(lengths)))[::-1], {}
     left = [SAMPLES] * len(prompts)
     begun: set[int] = set()
     steps, total, most = Counter[int](), 0.0, 0
     while waiting or running:
-        while waiting and len(running) < lanes:
+        while waiting and len(running) < max_num_seqs:
             response = waiting.pop()
             running[response] = 0
             begun.add(response // SAMPLES)
@@ -81,23 +81,23 @@ def ideal(lengths: list[int], prompts: list[int], lanes: int) -> tuple[Counter[i
 def bytes_of(lm: LanguageModel) -> tuple[int, int]:
     """Of the weights, and of one token's keys and values."""
     config, size = lm.model.config, next(lm.model.parameters()).element_size()
-    channel = config.hidden_size // config.num_attention_heads
-    token = 2 * config.num_hidden_layers * config.num_key_value_heads * channel
+    head_dim = config.hidden_size // config.num_attention_heads
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
     return sum(p.numel() for p in lm.model.parameters()) * size, token * size
 
 
-def floors(lm: LanguageModel, lengths: Tensor, prompts: list[int], lanes: int) -> dict[str, Any]:
-    """The least time by bytes alone, and where the products with the weights take as long as their operations."""
+def floors(lm: LanguageModel, lengths: Tensor, prompts: list[int], max_num_seqs: int) -> dict[str, Any]:
+    """The least time by bytes alone, and where matmuls with the weights take as long as their operations."""
     weights, token = bytes_of(lm)
-    steps, live, most = ideal(lengths.tolist(), prompts, lanes)
+    steps, live, most = ideal(lengths.tolist(), prompts, max_num_seqs)
     caches, count = live * token / BANDWIDTH, sum(p.numel() for p in lm.model.parameters())
-    products = sum(n * max(weights / BANDWIDTH, 2 * count * rows / ARITHMETIC) for rows, n in steps.items())
+    matmuls = sum(n * max(weights / BANDWIDTH, 2 * count * rows / ARITHMETIC) for rows, n in steps.items())
     floor = steps.total() * weights / BANDWIDTH + caches
     return {
         "floor_s": floor,
-        "floor_with_arithmetic_s": products + caches,
+        "floor_with_arithmetic_s": matmuls + caches,
         "steps": steps.total(),
-        "steps_with_all_lanes": steps[lanes],
+        "steps_with_full_batch": steps[max_num_seqs],
         "live_most": most,
     }
 
@@ -118,7 +118,9 @@ def apart(lm: LanguageModel, prompts: list[list[int]], drawn: GenerationState, c
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     smoke = options.smoke
     shape, device = (SHAPES[name] | SMOKE, "cpu") if smoke else (SHAPES[name], "cuda")
-    count, lanes, limit, mean = (48, 16, 64, 12) if smoke else (options.responses, options.lanes, LIMIT, MEAN)
+    count, max_num_seqs, limit, mean = (
+        (48, 16, 64, 12) if smoke else (options.responses, options.max_num_seqs, LIMIT, MEAN)
+    )
     lm = model_of(shape, device)
     table = prompts_of(count // SAMPLES, lm.vocab_size, *((5, 9) if smoke else (50, 70)))
     prompts = [row[row >= 0].tolist() for row in table]
@@ -133,11 +135,11 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         drawn = GenerationState(count, limit, lm.stop_token_ids, head, seeds, 1.0, SamplingParams(), limits=limits)
         begin = time.perf_counter()
         with torch.no_grad(), packed_attention_enabled(lm.model):
-            run = decoder(lm, prompts, SAMPLES, lanes, drawn)
+            run = decoder(lm, prompts, SAMPLES, max_num_seqs, drawn)
             run()
         seconds.append(time.perf_counter() - begin)
     assert torch.equal(drawn.lengths, lengths)
-    least, schedule = floors(lm, lengths, [len(p) for p in prompts], lanes), run.scheduler
+    least, schedule = floors(lm, lengths, [len(p) for p in prompts], max_num_seqs), run.scheduler
     return {
         "seconds": seconds[-1],
         "first_call_s": seconds[0],
@@ -149,8 +151,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "tokens": int(lengths.sum()),
         "launches": run.num_launches,
         "reserved": schedule.block_manager.peak_used * BLOCK_SIZE / least["live_most"],
-        "pages": schedule.block_manager.num_blocks,
-        "evictions": schedule.num_preemptions,
+        "num_blocks": schedule.block_manager.num_blocks,
+        "preemptions": schedule.num_preemptions,
         "graphs": len(decoder.graphs),
         "mismatch": apart(lm, prompts, drawn, 2 if smoke else 8),
         **({} if smoke else {"peak_gib": torch.cuda.max_memory_allocated() / 2**30}),
@@ -161,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="1.5b")
     parser.add_argument("--responses", type=int, default=2048)
-    parser.add_argument("--lanes", type=int, default=512)
+    parser.add_argument("--max-num-seqs", type=int, default=512)
     parser.add_argument("--floors", action="store_true", help="only the least times, computed on any machine")
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU, only to see that they run")
     options = options_with_gpu(parser, argv, "floors")
@@ -169,11 +171,11 @@ def main(argv: list[str] | None = None) -> int:
         lm = model_of(SHAPES[options.shape], "meta")
         lm.model.to(torch.bfloat16)
         prompts = (prompts_of(options.responses // SAMPLES, lm.vocab_size, 50, 70) >= 0).sum(-1).tolist()
-        least = floors(lm, lengths_of(options.responses, MEAN, LIMIT), prompts, options.lanes)
+        least = floors(lm, lengths_of(options.responses, MEAN, LIMIT), prompts, options.max_num_seqs)
         show(list(least), [[f"{value:.4g}" for value in least.values()]])
         return 0
     found = measure(options.shape, options)
-    names = ["seconds", "floor_s", "over_floor", "tokens_per_second", "reserved", "evictions", "mismatch"]
+    names = ["seconds", "floor_s", "over_floor", "tokens_per_second", "reserved", "preemptions", "mismatch"]
     show(["shape", *names], [[options.shape, *(f"{found[name]:.4g}" for name in names)]])
     more = {"shape": options.shape, "found": found, "torch": torch.__version__}
     if options.smoke:

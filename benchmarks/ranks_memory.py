@@ -5,8 +5,8 @@
 A model of 2.5M random parameters in bfloat16 takes a step of GRPO with a KL to a reference, in processes that replicate
 all state and in processes that shard it. Then every rank counts the bytes of its tensors, each storage once,
 without the matrices that the engine repacks on a CPU. The plan's figure is that of
-`OneCard.state` without the logits: parameters, float32 copy, gradients, Adam and the reference. `value` is the largest
-|planned / held − 1|; the target is 0.05. `--smoke` uses a tiny model.
+`GpuCostModel.state_bytes` without the logits: parameters, float32 copy, gradients, Adam and the reference. `value` is
+the largest |planned / held − 1|; the target is 0.05. `--smoke` uses a tiny model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHAPE = {
     "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
-"""Small: products in bfloat16 are slow on a CPU."""
+"""Small: matmuls in bfloat16 are slow on a CPU."""
 PLACEMENTS = ("replicate", "shard")
 MIB = 2**20
 

@@ -79,8 +79,8 @@ def prompts_of(count: int, vocab: int, least: int, most: int) -> torch.Tensor:
 def floor_ms(lm: LanguageModel, prompt: torch.Tensor, samples: int, tokens: int) -> float:
     config, size = lm.model.config, next(lm.model.parameters()).element_size()
     weights = sum(p.numel() for p in lm.model.parameters())
-    channel = config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * channel
+    head_dim = config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
     cached = int((prompt >= 0).sum()) + prompt.shape[0] * samples * tokens / 2
     return (weights + per_token * cached) * size / BANDWIDTH * 1e3
 

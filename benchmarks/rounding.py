@@ -8,7 +8,7 @@ is named, in both passes:
     weights     every parameter
     residual    the residual stream, after each sum
     norms       the output of a norm, the input of a matmul
-    products    the output of a matmul, and the gated product of two of them
+    matmuls     the output of a matmul, and the gated activation
     attention   rotated queries and keys, attention probabilities and output
     logits      the logits from which tokens are sampled
 
@@ -36,7 +36,7 @@ from ascent.models import CausalLM, LanguageModel
 from benchmarks.common import close, show
 from benchmarks.peers.models import SMOKE, random_model, random_prompts, smollm2, sums
 
-KINDS = ("weights", "residual", "norms", "products", "attention", "logits")
+KINDS = ("weights", "residual", "norms", "matmuls", "attention", "logits")
 SIDES: dict[str, tuple[set[str], torch.dtype]] = {
     **{f"only {kind}": ({kind}, torch.bfloat16) for kind in KINDS},
     "mixed": ({*KINDS} - {"residual", "logits"}, torch.bfloat16),
@@ -77,15 +77,15 @@ def logits_of(model: Any, ids: Tensor, r: Round) -> Tensor:
     later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
     for layer in body.layers:
         own, mlp, h = layer.self_attn, layer.mlp, normed(layer.input_layernorm, x)
-        parts = (r("products", m(h)).unflatten(-1, (-1, own.head_dim)) for m in (own.q_proj, own.k_proj, own.v_proj))
+        parts = (r("matmuls", m(h)).unflatten(-1, (-1, own.head_dim)) for m in (own.q_proj, own.k_proj, own.v_proj))
         q, k, v = (part.transpose(1, 2) for part in parts)
         k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (turned(k), v))
         scores = (turned(q) @ k.transpose(-1, -2) * own.scaling).masked_fill(later, float("-inf"))
         mixed = r("attention", r("attention", torch.softmax(scores, -1)) @ v)
-        x = r("residual", x + r("products", own.o_proj(mixed.transpose(1, 2).flatten(2))))
+        x = r("residual", x + r("matmuls", own.o_proj(mixed.transpose(1, 2).flatten(2))))
         h = normed(layer.post_attention_layernorm, x)
-        gate, up = r("products", mlp.gate_proj(h)), r("products", mlp.up_proj(h))
-        x = r("residual", x + r("products", mlp.down_proj(r("products", F.silu(gate) * up))))
+        gate, up = r("matmuls", mlp.gate_proj(h)), r("matmuls", mlp.up_proj(h))
+        x = r("residual", x + r("matmuls", mlp.down_proj(r("matmuls", F.silu(gate) * up))))
     assert not config.attention_bias
     return r("logits", model.lm_head(normed(body.norm, x)))
 
@@ -119,7 +119,7 @@ def measured(lm: LanguageModel, rows: list[tuple[int, Tensor]], r: Round) -> tup
 
 def compared(lm: LanguageModel, rows: list[tuple[int, Tensor]]) -> dict[str, tuple[float, float]]:
     """By what is rounded: the error of log-probs, and of the gradient."""
-    want, slope = measured(lm, rows, plainly)
+    want, grad = measured(lm, rows, plainly)
     exact = [p.detach().clone() for p in lm.model.parameters()]
     found = {}
     for name, (kinds, dtype) in SIDES.items():
@@ -130,9 +130,9 @@ def compared(lm: LanguageModel, rows: list[tuple[int, Tensor]]) -> dict[str, tup
         with torch.no_grad():
             for p, value in zip(lm.model.parameters(), exact, strict=True):
                 p.copy_(value.to(dtype) if "weights" in kinds else value)
-        got, turned = measured(lm, rows, r)
+        got, rounded_grad = measured(lm, rows, r)
         apart = [(w.exp() * (g - w).abs()).sum(-1).mean() for g, w in zip(got, want, strict=True)]
-        found[name] = (float(torch.stack(apart).mean()), float((turned - slope).norm() / slope.norm()))
+        found[name] = (float(torch.stack(apart).mean()), float((rounded_grad - grad).norm() / grad.norm()))
         print(f"{name:16} log-probs {found[name][0]:.5f}   gradient {found[name][1]:.4f}", flush=True)
     return found
 

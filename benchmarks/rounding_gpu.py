@@ -66,7 +66,7 @@ STEPS, EVERY, PROBLEMS, LOSS, FACTOR = 10, 10, 3000, 1.0, 5.0
 EARLIER = 1000
 """Problems of runs that do not say how many."""
 SMALL = {"micro_batch": 3000, "policy.rows": 512, "reward_workers": 3}
-"""Memory and processes only: no number depends on it. So many runs fit on a card."""
+"""Memory and processes only: no number depends on it. So many runs fit on a GPU."""
 Found = dict[str, Any]
 """A run: its precision, its seed, and by samples its strict accuracies in %, held-out and in training so far."""
 
@@ -111,7 +111,7 @@ def heard(text: str) -> list[Found]:
 
 
 def update_seconds(model: str, precision: str, more: dict[str, Any]) -> dict[str, float]:
-    """Of a few steps alone on the card, the median seconds of generation and update."""
+    """Of a few steps alone on the GPU, the median seconds of generation and update."""
     phases: dict[str, list[float]] = {"generate": [], "update": []}
 
     class Phases(NoRecords):
@@ -242,7 +242,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(120, 136)))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS[:5]))
-    parser.add_argument("--side-by-side", type=int, default=8, help="processes on the card at once")
+    parser.add_argument("--side-by-side", type=int, default=8, help="processes on the GPU at once")
     parser.add_argument("--seconds", type=float, default=330.0, help="for the runs; then they are ended")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path, default=Path("rounding.json"))

@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(GPU_SHAPES), default="7b")
     parser.add_argument("--micro", type=int, nargs="+", default=[2200], help="tokens of a micro-batch; 0: as planned")
-    parser.add_argument("--limit", type=float, default=0.0, help="GiB of the card that may be used")
+    parser.add_argument("--limit", type=float, default=0.0, help="GiB of the GPU that may be used")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--before", action="store_true", help="try float32 state too")
     parser.add_argument("--learn", action="store_true", help="the paired runs of SmolLM2 instead")

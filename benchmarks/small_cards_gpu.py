@@ -57,7 +57,7 @@ def run(side: dict[str, Any], repeats: int, smoke: bool) -> dict[str, Any]:
     from ascent.models.causal_lm import register_model
     from benchmarks.peers.steps import Ours, Work
 
-    if side.get("plain") and not smoke:  # what such a card lacks
+    if side.get("plain") and not smoke:  # what such a GPU lacks
         ops._triton_works = lambda: False
         torch.backends.cuda.is_flash_attention_available = lambda: False  # type: ignore[assignment]
     device, shape = ("cpu", SMALLEST) if smoke else ("cuda", GPU_SHAPES[side["shape"]])

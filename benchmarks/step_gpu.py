@@ -45,7 +45,7 @@ OVER_VLLM = 2.0
 CACHES = 8.0
 """GiB for vLLM's caches: all rows at their full length take 4."""
 TRL_ROWS = {"135m": 128, "1.5b": 32}
-"""Responses in TRL's micro-batches: what fits the card with room to spare."""
+"""Responses in TRL's micro-batches: what fits the GPU with room to spare."""
 
 
 def ours(work: Work, repeats: int, profiled: bool) -> list[Answer]:
@@ -60,7 +60,7 @@ def ours(work: Work, repeats: int, profiled: bool) -> list[Answer]:
 
 
 def profile(side: Ours) -> None:
-    """The kernels of one step by the time that they take on the card; of another, the functions on the host."""
+    """The kernels of one step by the time that they take on the GPU; of another, the functions on the host."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiling
 

@@ -100,9 +100,9 @@ def mixtures(room: int, limit: int) -> dict[str, Lengths]:
 
 def edge(learner: LanguageLearner, limit: int) -> list[dict[str, Any]]:
     """Updates with little memory to spare: the bytes foreseen of the largest micro-batch, and those measured."""
-    lm, plan, on_card = learner.lm, learner.plan, learner.lm.device.type == "cuda"
+    lm, plan, on_gpu = learner.lm, learner.plan, learner.lm.device.type == "cuda"
     found, taken = [], None
-    if on_card:
+    if on_gpu:
         gc.collect()
         torch.cuda.empty_cache()
         taken = torch.empty(int(CACHES * torch.cuda.mem_get_info()[0]), dtype=torch.uint8, device="cuda")
@@ -111,15 +111,15 @@ def edge(learner: LanguageLearner, limit: int) -> list[dict[str, Any]]:
         parts = list(split_batch(batch, plan.tokens, lm.can_share_prompts, plan.repeat, plan.padded))
         most = max(_cost(part, plan.repeat) for part in parts)
         foreseen = int(most * bytes_per_token(lm, plan.needs_recompute(int(most)))) + head_bytes(lm)
-        if on_card:
+        if on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated() if on_card else 0
+        before = torch.cuda.memory_allocated() if on_gpu else 0
         try:
             seconds, failed = seconds_of(learner, batch), None
         except torch.OutOfMemoryError as error:
             seconds, failed = 0.0, str(error).splitlines()[0]
-        peak = torch.cuda.max_memory_allocated() if on_card else 0
+        peak = torch.cuda.max_memory_allocated() if on_gpu else 0
         found.append(
             {"mixture": name, "tokens": int(batch.tokens), "micro_batches": len(parts), "foreseen": foreseen}
             | {"measured": peak - before, "peak": peak, "seconds": seconds, "failed": failed}

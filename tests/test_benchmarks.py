@@ -136,7 +136,7 @@ def test_the_published_run_is_reproduced(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_published_run_is_told_from_another() -> None:
-    """The comparison sees another credit, another response, a loss that is off by 0.002 and a NaN."""
+    """The comparison sees another advantage, another response, a loss that is off by 0.002 and a NaN."""
     from benchmarks.lecture_logs import TOLERANCE, difference, straight_line
 
     first = next(straight_line("centered"))
@@ -174,7 +174,7 @@ def test_the_house_is_in_order(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.smoke
-def test_credit_is_unbiased_where_it_has_to_be(
+def test_advantages_are_unbiased_where_they_have_to_be(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("benchmarks.common.RESULTS", tmp_path)
@@ -357,7 +357,7 @@ def test_two_runs_at_once_take_their_share_of_threads(capsys: pytest.CaptureFixt
 @pytest.mark.smoke
 def test_sampling_ahead_takes_fewer_decoding_steps(capsys: pytest.CaptureFixture[str]) -> None:
     closing, _ = run("ahead", capsys, "--smoke")
-    alone, ahead = (each["passes"] for each in closing["lanes"])
+    alone, ahead = (each["passes"] for each in closing["batches"])
     assert closing["ok"] and closing["schedules"] == 5 and ahead < alone
 
 
