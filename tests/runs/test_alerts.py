@@ -1,4 +1,4 @@
-"""Alerts: each fires where its evidence is there, and on nothing else. A false alarm is worse than silence."""
+"""Alerts are raised if there is evidence, and only then: a false alarm is worse than a missed alert."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def flat(value: float) -> Shape:
 
 
 def curve(steps: int = 200, responses: int = 128, seed: int = 0, spread: float = 0.4, **shapes: Shape) -> list[Line]:
-    """Lines of a run whose metrics follow these shapes, with the noise of so many responses a step."""
+    """Return metric lines that follow these shapes, with the noise of `responses` responses per step."""
     rng = np.random.default_rng(seed)
     given = {
         "reward": flat(0.5),
@@ -254,7 +254,7 @@ def test_ordinary_run_raises_no_alert(case: str, seed: int) -> None:
 
 
 def test_noise_raises_no_alert() -> None:
-    """Thirty runs in which nothing happens, with few responses and slow waves: no alert at all."""
+    """Thirty runs without a trend, with few responses and slow oscillations, raise no alert."""
     for seed in range(30):
         rng = np.random.default_rng(seed)
         wave, turn = rng.uniform(0.01, 0.05), rng.uniform(0, 6)
@@ -314,7 +314,7 @@ def test_run_alerts_cover_the_run_in_bounded_memory() -> None:
 
 
 def test_run_alerts_are_rebuilt_from_lines_after_a_resume() -> None:
-    """From the lines as they stand in the file, at any step, also in the middle of a block."""
+    """The lines of the file restore the state at any step, also in the middle of a block."""
     shapes = {"reward": rising(0.3, 1.0), "entropy": rising(1.0, 0.02, 0, 0.3), "length": rising(100, 300)}
     lines = curve(300, **shapes)
     lines[20]["reward"] = float("nan")
@@ -376,7 +376,7 @@ def test_alerts_use_metric_names_and_do_not_import_torch() -> None:
 
 
 def said_at(key: str, values: list[Any]) -> list[int]:
-    """The steps at which a metric with these values is out of scale."""
+    """Return the steps at which a metric with these values is out of scale."""
     watch = RunAlerts()
     seen = [watch.see({"step": step, key: value}) for step, value in enumerate(values)]
     return [step for step, alerts in enumerate(seen) if any(alert.name == "out-of-scale" for alert in alerts)]
@@ -411,7 +411,7 @@ def test_a_run_out_of_scale_has_its_evidence() -> None:
 
 
 def answers(prompts: int, same: float, right: float | None, samples: int = 8) -> list[tuple[str, str, bool | None]]:
-    """Responses of which a share are one text, a share of those right."""
+    """Return responses of which a fraction `same` are one text, and a fraction `right` of those are right."""
     found = []
     for i in range(prompts * samples):
         one = i < same * prompts * samples
@@ -469,7 +469,7 @@ def own(folder: Path, body: str) -> str:
 
 @pytest.fixture(scope="module")
 def nines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
-    """A run that is paid for nines, and what its terminal showed."""
+    """A run whose reward counts nines, and its terminal output."""
     folder = tmp_path_factory.mktemp("nines")
     reward = own(folder, "sum(x == 9 for x in response)")
     more = {**SMALL, "reward": reward, "steps": 44, "checkpoint_every": 18, "keep": 9, "record_every": 10, "lr": 2e-2}
@@ -483,7 +483,7 @@ def nines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
 @pytest.mark.long
 @pytest.mark.smoke
 def test_reward_hacking_with_nines_raises_an_alert(nines: tuple[Any, str]) -> None:
-    """One text for every prompt, earning more and more, none of it sorted; said in the terminal too, once."""
+    """One text for every prompt earns a rising reward without accuracy. The terminal shows the alert once."""
     run, said = nines
     found = alerts_in(run)
     assert {"one-answer", "reward-up-accuracy-flat"} <= set(found)
@@ -511,7 +511,7 @@ def test_length_drift_raises_an_alert(tmp_path: Path) -> None:
 def test_dominating_reward_part_raises_an_alert(
     other: str, fires: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Paid for what is right and for nines, a policy says nines. Where all large numbers pay too, two parts move."""
+    """With a reward for right answers and for nines, nines dominate; if large numbers also pay, two parts rise."""
 
     def score(task: Sort, rollouts: Any) -> Any:
         right = sorting.score_sorting("exact", rollouts, task.space)
@@ -533,7 +533,7 @@ def test_dominating_reward_part_raises_an_alert(
 
 
 class Stale(SmallPolicyEngine):
-    """Stops taking new parameters after a few versions."""
+    """An engine that ignores new parameters after a few versions."""
 
     def __init__(self, policy: Any, *more: Any):
         super().__init__(copy.deepcopy(policy), *more)
@@ -545,7 +545,7 @@ class Stale(SmallPolicyEngine):
 
 
 class Rounded(Stale):
-    """Has all parameters, in 16 bits."""
+    """An engine that loads parameters rounded to 16 bits."""
 
     def load(self, params: Any, version: int) -> None:
         self.policy.load_state_dict({name: p.bfloat16().to(p.dtype) for name, p in params.items()})
@@ -580,7 +580,7 @@ SOLVES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_smokes(SOLVES, "grpo"))
 def test_learning_run_raises_no_alert(name: str, tmp_path: Path) -> None:
-    """Nor does the lecture, in tests/cli/test_demo.py."""
+    """For the task `lecture`, see tests/cli/test_demo.py."""
     task, given = SOLVES[name]
     if given.get("reward") == "own":
         given = {**given, "reward": own(tmp_path, "sum(a == b for a, b in zip(sorted(prompt), response))")}
@@ -600,7 +600,7 @@ def test_resumed_run_raises_the_same_alerts(nines: tuple[Any, str], tmp_path: Pa
 
 @pytest.mark.long
 def test_offline_runs_have_no_alerts_about_trends(tmp_path: Path) -> None:
-    """Demonstrations have a reward and an entropy too, but nothing of it is the policy's doing."""
+    """Demonstrations have a reward and an entropy, too, but they do not depend on the policy."""
     given = {"algorithm": "sft", "length": 3, "numbers": 4, "steps": 40, **SMALL}
     assert ascent.train("sort", out=tmp_path / "run", show=False, **given).events == []
 

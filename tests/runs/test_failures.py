@@ -1,4 +1,4 @@
-"""What ends a run early, and what a run keeps: trouble names its phase and keeps its batch; the best is not dropped."""
+"""Errors that stop a run name the phase and keep the batch; the best checkpoint is kept."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(out: Path, **more: Any) -> ascent.Run:
 
 
 def shifted(gap: float) -> Any:
-    """A sampler that says other log-probs than those it drew with."""
+    """Return a `generate` that reports log-probs other than those it sampled with."""
     generate = SmallPolicyEngine.generate
 
     def wrong(self: SmallPolicyEngine, *args: Any, **named: Any) -> Rollouts:
@@ -68,7 +68,7 @@ class Kept(NoRecords):
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e30, -1e30])
 def test_non_finite_parameters_stop_the_run(value: float) -> None:
-    """Not those whose squares alone overflow."""
+    """Finite parameters whose squares overflow do not stop the run."""
     learner: Any = object.__new__(SmallLearner)
     learner.params = lambda: {"a": torch.ones(3), "b": torch.tensor([[0.0, value]])}
     batch, records = random_batch(5, 1, 2, 2, 2), Kept()
@@ -97,7 +97,7 @@ def test_out_of_memory_names_the_phase(
 
 
 def test_keep_best_keeps_the_best_and_the_newest_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accuracy 0.2, 0.9, 0.5, 0.9, 0.1: the second is the best, and the first of equals."""
+    """Accuracy 0.2, 0.9, 0.5, 0.9, 0.1: the second is the best, as the first of two equal ones."""
     scores = iter([0.2, 0.9, 0.5, 0.9, 0.1])
     monkeypatch.setattr("ascent.build.assemble.sample_evaluator", lambda *_: lambda: {"eval/accuracy": next(scores)})
     done = run(tmp_path / "a", steps=5, eval_every=1, keep=1, keep_best=True, checkpoint_every=2)
@@ -111,7 +111,7 @@ def test_without_keep_best_only_the_newest_is_kept(tmp_path: Path) -> None:
 
 
 def test_best_step_is_read_from_the_records() -> None:
-    """So that a resumed run knows it, whatever run.json said when it died."""
+    """A resumed run does not depend on run.json, which may be out of date after a kill."""
     lines = [{"step": i, "eval/accuracy": a, "eval/reward": 0.0} for i, a in enumerate((0.1, None, 0.7, 0.7, 0.3))]
     assert best_evaluation(lines) == (3, (0.7, 0.0))
     assert best_evaluation([{"step": 0, "eval/accuracy": None}]) is None

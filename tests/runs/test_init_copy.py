@@ -1,4 +1,4 @@
-"""A run that starts from another one holds what it needs of it: the source may vanish."""
+"""A run with --init copies what it needs from the source, which may be deleted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OFFLINE = ("dpo", "reward-model")
 
 
 def stopped(patch: pytest.MonkeyPatch, task: str, out: Path, after: int, **settings: Any) -> None:
-    """A run that stops after this step, with a checkpoint."""
+    """Start a run that stops after a step with a checkpoint."""
     with patch.context() as inside:
         inside.setattr(RunWriter, "should_stop", lambda self: self.last.get("step", -1) >= after)
         ascent.train(task, out=out, **settings)
@@ -50,7 +50,7 @@ def stopped(patch: pytest.MonkeyPatch, task: str, out: Path, after: int, **setti
 
 
 def world(kind: str, tmp_path: Path, model: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """The tasks of a small or of a language run by their kind of data, and their settings."""
+    """Return tasks of a small or a language run by kind of data, and settings."""
     if kind == "small":
         return {"samples": "sort", "pairs": "sort"}, SMALL | QUICK
     rows = [{"prompt": f"{i} + 1", "answer": str(i), "chosen": str(i), "rejected": "no"} for i in range(12)]
@@ -64,7 +64,7 @@ SOME = ("no reference", "a frozen reference", "a reward model")
 
 @pytest.fixture(scope="module")
 def source_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
-    """Writes a run to start from. Those with the same settings are trained once."""
+    """Return a function that writes a source run. Runs with equal settings are trained once."""
     made: dict[str, Path] = {}
 
     def write(kind: str, task: str, folder: Path, settings: dict[str, Any], own: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ def test_run_killed_before_its_first_checkpoint_keeps_its_init(tmp_path: Path, m
 
 
 def test_init_that_is_no_checkpoint_is_copied(tmp_path: Path) -> None:
-    """Someone may write into such a folder; a checkpoint never changes."""
+    """Such a folder may be overwritten, while a checkpoint never changes."""
     (tmp_path / "params.safetensors").write_bytes(b"some")
     checkpoint.keep_initial_params(tmp_path, tmp_path / "checkpoints")
     kept = checkpoint.initial_params_folder(tmp_path / "checkpoints")

@@ -1,4 +1,4 @@
-"""A conversation that was recorded, read back: who said what, what each turn earned, and why it ended."""
+"""Recorded conversations: messages with their roles, the reward of each turn, and why the conversation ended."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Words:
 
 
 def test_recorded_rows_have_the_reward_and_the_seconds_of_each_turn() -> None:
-    """Two turns with an observation between, and one turn of another response; an outcome is the last turn's."""
+    """Two turns with an observation in between, and a single turn. An outcome reward belongs to the last turn."""
     mask = torch.tensor([[[True, True, False, True], [True, False, False, False]]])
     there = torch.tensor([[[True] * 4, [True, False, False, False]]])
     turn = torch.tensor([[[0, 0, 0, 1], [0, 0, 0, 0]]])

@@ -1,4 +1,4 @@
-"""Records of runs: odd files, refusals, and the numbers that are read back."""
+"""Records of runs: unusual files, errors, and the numbers that are read back."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_missing_parts_of_a_run_are_errors(run: Path, monkeypatch: pytest.Monkey
     ],
 )
 def test_thrift_header_is_parsed(data: str, fields: dict[int, Any]) -> None:
-    """A field is a byte with the step to its number and its type; numbers are zigzag varints."""
+    """A field starts with a byte of the increment of its number and its type; integers are zigzag varints."""
     whole = bytes.fromhex(data)
     assert parse_thrift_struct(whole + b"rest") == (fields, len(whole))
 
@@ -338,7 +338,7 @@ LISTED = pa.array([["x" * 500]] * 1000)
 def test_parquet_file_that_expands_too_much_is_rejected(
     array: Any, small: int, large: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes: 8 for each row and number, 100 for each of fixed length, and every text as often as it is there."""
+    """Bytes: 8 per row and number, 100 per fixed-length value, and the length of every text, counting repetitions."""
     pq.write_table(pa.table({"a": array}), tmp_path / "a.parquet", compression="zstd")
     monkeypatch.setattr(parquet_reader, "MAX_EXPANSION", 1)
     monkeypatch.setattr(parquet_reader, "MIN_SIZE_LIMIT", large)

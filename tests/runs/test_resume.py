@@ -1,4 +1,4 @@
-"""Killed at any moment and resumed, a run ends in the same bits as one that was never killed.
+"""A run that is killed at any point and resumed ends bitwise equal to a run that was never killed.
 
 Importing torch takes seconds, so a run lives in a fork of this process. The fork numbers the moments of its
 life, one before and one after every touch of a file, and kills itself at the one that it was told; other kills
@@ -101,7 +101,7 @@ def config_of(name: str, **more: Any) -> Config:
 
 
 def bits(run: Path) -> dict[str, Any]:
-    """All that has to be the same: every record but its times, every tensor of the last checkpoint."""
+    """Return everything that must be equal: all records without times, and all tensors of the last checkpoint."""
     found: dict[str, Any] = {}
     for name in run_folder.JSONL_FILES:
         lines = read_lines(run / name)
@@ -127,7 +127,7 @@ def differing(run: Path, other: dict[str, Any]) -> list[str]:
 
 
 class Moments:
-    """Numbers the moments of a process's life, and ends it at one of them."""
+    """Numbers the points of a process at which it can be killed, and kills it at one of them."""
 
     TOUCHED: tuple[tuple[Any, str], ...] = (
         (os, "replace"),
@@ -172,13 +172,13 @@ class Moments:
 
 
 def _tear(file: Any) -> None:
-    """Leave half of the last line on the disk."""
+    """Truncate the file in the middle of its last line."""
     file.flush()
     os.ftruncate(file.fileno(), file.tell() - 20)
 
 
 def in_a_fork(work: Callable[[], Any], kill_after: float | None = None) -> bool:
-    """Do this in a copy of this process; False: it was killed."""
+    """Call `work` in a fork of this process; return False if it was killed."""
     child = os.fork()
     if child == 0:
         try:
@@ -196,14 +196,14 @@ def in_a_fork(work: Callable[[], Any], kill_after: float | None = None) -> bool:
 
 
 def go_on(path: Path, config: Config) -> Run:
-    """What a person does after a kill: resume, or start again what had not begun."""
+    """Do what a user does after a kill: resume, or start a run that had not begun."""
     if (path / "run.json").exists():
         return api.resume(path, Display())
     return api.start(config, path, Display())
 
 
 def live(path: Path, config: Config, moment: int | None = None, seconds: float | None = None) -> bool:
-    """Start a run or go on with it, until this moment or time of the process; False: it was killed there."""
+    """Start or continue a run up to a kill point or a time; return False if it was killed."""
 
     def work() -> None:
         if moment is not None:
@@ -215,7 +215,7 @@ def live(path: Path, config: Config, moment: int | None = None, seconds: float |
 
 @pytest.fixture(scope="module")
 def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Any], list[str], float]]:
-    """For a setting: the bits of a run that nobody killed, the moments of its life, and how long it took."""
+    """Return, by setting: the results of an uninterrupted run, its kill points, and its duration."""
     known: dict[str, tuple[dict[str, Any], list[str], float]] = {}
 
     def of(name: str) -> tuple[dict[str, Any], list[str], float]:
@@ -239,7 +239,7 @@ def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
 
 
 def kills(names: list[str], took: float, rng: random.Random, turn: int) -> list[list[dict[str, Any]]]:
-    """The kills of two stories: one between the first checkpoint and the last, and one of seven that take turns.
+    """Return the kills of two scenarios: one between the first and the last checkpoint, and one of seven in turn.
 
     What a setting remembers is lost in the first, if at all. What a kill leaves behind before the first checkpoint, in
     the middle of one or at the end of a run is the same under all settings.
@@ -357,7 +357,7 @@ def expected(unharmed: Any) -> dict[str, Any]:
 
 
 def said(capsys: pytest.CaptureFixture[str], *args: Any) -> tuple[int, str]:
-    """The exit status of a command, and all that it says."""
+    """Return the exit status and the output of a command."""
     status = main([str(arg) for arg in args])
     out = capsys.readouterr()
     assert "Traceback" not in out.out + out.err
@@ -405,7 +405,7 @@ def test_resume_from_a_missing_checkpoint_is_an_error(killed: Path, capsys: pyte
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", mostly_smokes(range(3, 13), 3, 5, 7, 9, 11))
 def test_kill_during_a_resume_from_an_older_checkpoint(moment: int, killed: Path, expected: dict[str, Any]) -> None:
-    """Between renaming the newer checkpoints and cutting the records, nothing may point at what is gone."""
+    """A kill between removing newer checkpoints and truncating the records leaves no dangling references."""
 
     def back() -> None:
         Moments(moment)
@@ -455,7 +455,7 @@ def test_running_run_is_not_resumed(killed: Path, capsys: pytest.CaptureFixture[
 def test_oom_killed_run_is_reported(
     killed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A system that kills for want of memory says nothing to anybody, but it counts."""
+    """The kernel does not notify a process of an OOM kill, but counts it in /proc/vmstat."""
     sign = json.loads((killed / ".alive").read_text())
     assert sign["killed"] is None or re.fullmatch(r"\S+ \d+", sign["killed"])
     for before, now, told in (("boot 3", "boot 4", True), ("boot 3", "boot 3", False), ("other 3", "boot 4", False)):
@@ -516,7 +516,7 @@ def test_folder_without_a_run_is_rejected(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_run_killed_before_its_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What such a kill leaves is no run yet: the message has the command that begins it, and that works."""
+    """Such a kill leaves no complete run folder. The error has the command that starts the run, and it works."""
     path = tmp_path / "run"
     config = config_of("running mean", steps=1)
 
@@ -544,7 +544,7 @@ def test_resumed_run_keeps_its_history(killed: Path) -> None:
 
 
 def strict(line: str) -> dict[str, Any]:
-    """JSON as the standard has it: without NaN and Infinity."""
+    """Parse standard JSON, without NaN and Infinity."""
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
@@ -739,7 +739,7 @@ def test_resume_draws_curves_that_a_kill_prevented(tmp_path: Path, monkeypatch: 
 
 
 def test_run_killed_right_after_its_start_is_trusted(tmp_path: Path) -> None:
-    """Its settings name a file outside of its folder, so that a resume has to know it."""
+    """Its settings name a file outside its folder, so a resume needs the run to be trusted."""
     pairs = [{"prompt": [i, 0], "chosen": [0, i], "rejected": [i, i]} for i in (1, 2, 3)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     settings = {"length": 2, "numbers": 4, "pairs": str(tmp_path / "pairs.jsonl"), "algorithm": "dpo", "steps": 2}

@@ -1,4 +1,4 @@
-"""Random settings from the whole menu: a run that is killed and resumed ends in the bits of one that was not."""
+"""Runs with random settings from all choices: a killed and resumed run is bitwise equal to an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 def drawn_settings(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """Settings that can be run: a named algorithm with up to three other choices, and how the run is cut up."""
+    """Return valid settings: a named algorithm with up to three other choices, and the sizes of the run."""
     while True:
         task = rng.choice(list(TASKS))
         settings: dict[str, Any] = {

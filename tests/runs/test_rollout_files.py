@@ -1,4 +1,4 @@
-"""What is recorded of a response: its tokens as text, its entropy, and whether its reward failed."""
+"""Recorded responses: the texts of tokens, entropies, and failed rewards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ascent.training.language_learner import LanguageLearner, fetched
 
 
 class Bytes:
-    """A vocabulary of single bytes, and of a few longer tokens that begin or end inside a character."""
+    """A vocabulary of single bytes and a few longer tokens that begin or end inside a character."""
 
     TOKENS = (*(bytes([i]) for i in range(256)), " café".encode(), " caf\u00e9"[:4].encode() + b"\xc3", b"\xa9 au", b"")
 
@@ -29,7 +29,7 @@ class Bytes:
 
 
 class Spaced:
-    """Tokens that carry the space before them, which a decoder leaves out at the head of a text."""
+    """Tokens with a leading space, which the decoder omits at the start of a text."""
 
     TOKENS = (" so", " it", " is", "n't", ",", "\n", " ")
 
@@ -77,7 +77,7 @@ def test_unmatched_text_falls_back_to_token_texts() -> None:
 
 
 def test_pieces_of_a_real_vocabulary(tmp_path: Path) -> None:
-    """A byte-level BPE, trained on too little to know any character that is not ASCII."""
+    """A byte-level BPE vocabulary without any token for a non-ASCII character."""
     from tokenizers import ByteLevelBPETokenizer
 
     trained = ByteLevelBPETokenizer()
@@ -108,7 +108,7 @@ def test_recorded_entropies_average_to_the_metric(micro: int, tmp_path: Path) ->
 
 
 def test_recorded_entropy_is_that_of_the_first_update(tmp_path: Path) -> None:
-    """In the lecture's world a first update has the policy that sampled: the entropy is that of its probabilities."""
+    """In `lecture`, the first update has the sampling policy, so the entropy is that of its probabilities."""
     run = ascent.train("lecture", out=tmp_path / "run", show=False, steps=2, record_every=1, epochs=3, minibatches=3)
     rows = run.rollouts(1)
     first = [row for row in rows if row["logp_update"][0] == 0]
@@ -159,7 +159,7 @@ def test_failed_rewards_are_marked(tmp_path: Path) -> None:
 
 
 def test_excluded_groups_are_not_marked_as_failed(tmp_path: Path) -> None:
-    """No group has signal, so none is learned from; the rewards are there all the same."""
+    """No group has a signal, so none is trained on, but the rewards are recorded."""
     rows = rows_of(tmp_path, "1", groups="with-signal")
     assert not any(row["valid"] for row in rows) and {row["status"] for row in rows} == {"ok"}
 

@@ -34,7 +34,7 @@ def made(path: Path) -> RunFolder:
 
 
 def later(path: Path, than: float) -> dict[str, Any]:
-    """The first heartbeat after this time."""
+    """Return the first heartbeat after a time."""
     end = time.monotonic() + 120
     while time.monotonic() < end:
         sign = read_heartbeat(path)
@@ -72,7 +72,7 @@ def test_heartbeat_file_exists_only_during_training(tmp_path: Path) -> None:
 
 
 def test_stale_heartbeat_does_not_block_a_new_run(tmp_path: Path) -> None:
-    """It leaves the sign behind, and before its run.json was there the folder may be used again."""
+    """A killed run leaves its heartbeat file. If it had no run.json yet, its folder can be used again."""
     for name in (".alive", ".alive.new", ".lock"):
         (tmp_path / name).write_text("{}")
     check_new_folder(tmp_path)
@@ -83,7 +83,7 @@ def test_stale_heartbeat_does_not_block_a_new_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_run_leaves_a_heartbeat_and_is_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Kill -9 in its third step: the sign stays, growing old, and `ascent resume` takes the folder over."""
+    """After SIGKILL in the third step the heartbeat file remains and ages, and `ascent resume` continues the run."""
     run = tmp_path / "run"
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""A closed terminal or SIGTERM: the run is saved and resumes; with nohup it goes on."""
+"""A closed terminal or SIGTERM saves the run, which can be resumed; under nohup it continues."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SETTINGS += ["--prompts", "3", "--samples", "2", "--threads", "1", "--checkpoint
 
 
 def in_a_terminal(args: list[str], before: Callable[[], object]) -> tuple[int, int]:
-    """`ascent` in a fork of this process that has a terminal of its own: its pid, and our end of the terminal."""
+    """Run `ascent` in a fork with a pseudo-terminal; return its pid and the master end of the terminal."""
     child, terminal = pty.fork()
     if child == 0:
         status = 70
@@ -56,7 +56,7 @@ def exit_status(child: int) -> int:
 
 
 def close_after(terminal: int, run: Path, steps: int) -> None:
-    """Close the terminal once the run has made these steps."""
+    """Close the terminal after a number of steps."""
     end = time.monotonic() + PATIENCE
     os.set_blocking(terminal, False)
     while time.monotonic() < end:
@@ -104,7 +104,7 @@ ENDS = [signal.SIGTERM, signal.SIGHUP]
 
 
 def signals_itself(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, before which the process gets a signal."""
+    """Wrap a function so that the process receives a signal before the call."""
 
     def call(*args: Any, **more: Any) -> Any:
         os.kill(os.getpid(), number)
@@ -158,7 +158,7 @@ def test_a_second_interrupt_stops_at_once_and_says_how_to_resume(
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_closed_terminal_is_replaced_by_dev_null(number: int) -> None:
-    """SIGHUP: standard output becomes /dev/null where it was a terminal, and stays where it was a file."""
+    """SIGHUP replaces stdout with /dev/null if it is a terminal, and keeps it if it is a file."""
     work, (ours, terminal), before = SimpleNamespace(stop=False), pty.openpty(), os.dup(1)
     error = os.fstat(2)
     os.dup2(terminal, 1)

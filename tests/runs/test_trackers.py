@@ -1,4 +1,4 @@
-"""Trackers: what is sent is what they hold, read back with their own tools, and none of them can hurt a run."""
+"""Trackers store the metrics that were sent (read back with their tools), and their failures do not affect a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def opened(folder: Path, *names: str, resume_step: int = 0) -> tuple[Trackers, S
 
 
 def run(folder: Path, name: str, steps: range, status: str = "finished", resume_step: int = 0) -> Said:
-    """A run of these steps, whose reward is the step."""
+    """Log steps whose reward is the step."""
     tracked, said = opened(folder, name, resume_step=resume_step)
     for step in steps:
         tracked.step(step, METRICS | {"step": step, "reward": float(step)})
@@ -58,7 +58,7 @@ def test_tensorboard_has_finite_numbers_and_hides_repeated_steps(tmp_path: Path)
 
 
 def test_tensorboard_has_the_charts_of_the_table_of_metrics(tmp_path: Path) -> None:
-    """In its order and under its titles; each chart matches its own metrics and no others."""
+    """Charts have the order and the titles of the table, and each chart matches exactly its metrics."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
@@ -97,7 +97,7 @@ def test_mlflow_writes_into_the_run_folder(tmp_path: Path, monkeypatch: pytest.M
 def test_wandb_offline_writes_into_the_folder_and_continues_on_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a key and without WANDB_MODE: no question is asked, nothing is sent."""
+    """Without an API key and WANDB_MODE, nothing is asked or sent."""
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
@@ -115,7 +115,7 @@ def test_wandb_offline_writes_into_the_folder_and_continues_on_resume(
 
 
 def wandb_rewards(file: Path) -> list[tuple[int, float]]:
-    """The steps and rewards in a run's file so far: protocol buffers in a LevelDB log, 7 bytes before each."""
+    """Return the steps and rewards in a run's file: protocol buffers in a LevelDB log with 7-byte headers."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, whole, found = file.read_bytes(), 7, b"", []
@@ -136,7 +136,7 @@ def wandb_rewards(file: Path) -> list[tuple[int, float]]:
 
 @pytest.mark.smoke
 def test_trackio_logs_the_run_without_printing(tmp_path: Path) -> None:
-    """In a process of its own: Trackio reads TRACKIO_DIR when it is imported."""
+    """This runs in a separate process, because Trackio reads TRACKIO_DIR at import."""
     code = f"""
 from pathlib import Path
 from ascent.runs.trackers.tracker_threads import Trackers
@@ -181,12 +181,12 @@ def test_missing_tracker_package_is_rejected_before_any_tracker_starts(
 
 
 class Fake(Tracker):
-    """Keeps what it gets; fails or hangs as it is told to."""
+    """A tracker that keeps the metrics it gets, and fails or hangs on request."""
 
     package = "json"
     made: list[Fake]
     failing = 0
-    """How many calls of `log` fail."""
+    """Number of calls of `log` that fail."""
     hanging: threading.Event | None = None
     """`log` waits for it."""
 
@@ -212,7 +212,7 @@ class Fake(Tracker):
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
-    """A tracker of its own for each test, under the name `fake`; pauses are short."""
+    """A new tracker class for each test, named `fake`, with short retry delays."""
     made = type("Fake", (Fake,), {"made": []})
     monkeypatch.setitem(TRACKERS, "fake", made)
     monkeypatch.setattr(tracker_threads, "RETRY_DELAYS", (0.01, 0.01))
@@ -278,7 +278,7 @@ def test_hanging_tracker_blocks_neither_steps_nor_the_end(
 
 
 def test_tracker_messages_are_reported_in_the_thread_of_the_run(fake: type[Fake], tmp_path: Path) -> None:
-    """So that the caller may write it to a file without a lock."""
+    """The caller may write the messages to a file without a lock."""
     fake.failing = 10**9
     spoke: list[int] = []
     tracked = Trackers(("fake",), tmp_path, CONFIG, "a-run", 0, lambda _: spoke.append(threading.get_ident()))

@@ -1,4 +1,4 @@
-"""Looking at a run uses nothing of it. Loading one uses plain data, unless it was made here or its user trusts it."""
+"""Showing a run executes nothing. Loading a run uses only plain data, unless it was made here or the user trusts it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def reward(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def foreign(reward: Path, tmp_path: Path, trained: Path) -> Path:
-    """The folder of a run from elsewhere: its reward leaves a mark, and its run.json has the hash of that file."""
+    """An untrusted run folder: its reward creates a marker file, and its run.json has the hash of the reward's code."""
     folder = tmp_path / "runs" / "r"
     shutil.copytree(trained / "run", folder)
     rewrite(folder / "config.json", id="0" * 32, task={"reward": [f"python:{reward}:own"]})
@@ -60,7 +60,7 @@ def foreign(reward: Path, tmp_path: Path, trained: Path) -> Path:
 
 
 def rewrite(file: Path, **changes: Any) -> None:
-    """Change entries of a JSON file; of an object in it, its entries."""
+    """Change entries of a JSON file, including entries of nested objects."""
     told = json.loads(file.read_text())
     for key, value in changes.items():
         told[key] = told[key] | value if isinstance(value, dict) and isinstance(told.get(key), dict) else value
@@ -114,7 +114,7 @@ def load(how: str, run: Path, *more: str) -> int:
 def test_untrusted_run_is_rejected_by_every_command(
     foreign: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It brings the right hash of its code. Without a terminal nobody is asked, with --trust either."""
+    """The run contains the correct hash of its code. Without a terminal there is no question, even with --trust."""
     monkeypatch.setattr(sys, "stdin", Unread())
     for how in LOADS:
         if how == "reward":
@@ -132,7 +132,7 @@ def test_untrusted_run_is_rejected_by_every_command(
 
 
 class Unread(io.StringIO):
-    """An input that nobody may wait for."""
+    """Standard input that must not be read."""
 
     def readline(self, *_: Any) -> str:
         raise AssertionError("it was read")
@@ -243,7 +243,7 @@ def test_code_files_are_found_in_every_form_of_a_reward(form: str, foreign: Path
 def test_code_beside_a_folder_is_not_trusted_by_relative_path(
     foreign: Path, reward: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An archive may bring a folder, a file beside it, and a record of that file's hash."""
+    """An archive may contain a folder, a file beside it, and the hash of that file."""
     monkeypatch.chdir(tmp_path)
     brought = Path(shutil.copy(reward, foreign / "brought.py"))
     for path in (reward.name, f"/proc/self/cwd/{reward.name}", f"{foreign}/../../{reward.name}", str(brought)):
@@ -367,7 +367,7 @@ def test_every_text_setting_has_a_pattern_of_plain_values() -> None:
 def test_hashed_code_is_executed_here_and_in_reward_workers(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is replaced right after it was checked."""
+    """The file is replaced right after it was hashed."""
     file = tmp_path / "mine.py"
     file.write_text(REWARD)
     run = library.train("sort", reward=f"python:{file}:own", out=tmp_path / "run", show=False, **SMALL)
@@ -398,7 +398,7 @@ def test_code_file_that_is_named_again_is_reread(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_untrusted_rounds_are_rejected(tmp_path: Path, reward: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither with code, nor with a judge's file or an engine of the reward models' settings."""
+    """This applies to code, a judge's file, and an engine in the settings of the reward models."""
     folder = tmp_path / "rounds"
     flags = [
         "--length",

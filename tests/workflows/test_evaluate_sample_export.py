@@ -47,7 +47,7 @@ LIMIT = 10
 
 
 class Said:
-    """How a command ended, and what it said."""
+    """The exit status and the output of a command."""
 
     def __init__(self, status: int, out: str, err: str):
         self.status, self.out, self.err = status, out, err
@@ -56,7 +56,7 @@ class Said:
 
 @pytest.fixture
 def ascent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The command in this process, in an empty folder."""
+    """Run a command in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
 
@@ -70,7 +70,7 @@ def ascent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
-    """Problems of which the tiny model, greedily, gets the first three of five right: their answers are its own."""
+    """Five problems; greedy decoding solves the first three, whose answers are the model's outputs."""
     folder = tmp_path_factory.mktemp("world")
     (folder / "rewards.py").write_text(REWARD)
     asked = [f"Say {word}." for word in ("one", "two", "three", "four", "five")]
@@ -269,7 +269,7 @@ def test_evaluation_of_a_bare_model(world: Path, tiny_folder: Path) -> None:
 @pytest.mark.long
 @pytest.mark.smoke
 def test_occupancy_of_a_run_is_recorded(run: Run, sorter: Run) -> None:
-    """Of 12 responses, without those of the evaluations. A small policy draws all at once, and has nothing to say."""
+    """Occupancy covers 12 responses without evaluations. Small policies sample all at once and record none."""
     lines = read_lines(run.folder / "lanes.jsonl")
     assert [line["step"] for line in lines] == [0, 1] and {line["lanes"] for line in lines} == {12}
     for line, metrics in zip(lines, run.metrics, strict=True):
@@ -418,7 +418,7 @@ def test_sample_prints_responses_below_their_prompts(run: Run, ascent: Any) -> N
 
 @pytest.mark.long
 def test_log_probs_are_those_of_the_model_over_the_whole_vocabulary(tiny_folder: Path, ascent: Any) -> None:
-    """At the sampling temperature, whatever top-p, top-k and min-p leave to be drawn from."""
+    """Log-probs are at the sampling temperature, regardless of top-p, top-k and min-p."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = (c.from_pretrained(tiny_folder) for c in (AutoModelForCausalLM, AutoTokenizer))
@@ -505,7 +505,7 @@ def test_control_characters_of_responses_are_escaped() -> None:
 
 
 def test_control_characters_of_records_are_escaped(run: Run, ascent: Any, tmp_path: Path, capsys: Any) -> None:
-    """In `ascent show`, in the lines of a run, and in an error that quotes a response."""
+    """This applies to `ascent show`, the display of a run, and errors that quote a response."""
     folder = Path(shutil.copytree(run.folder, tmp_path / "run"))
     rows = [row | {"response_text": "\x1b[2Jwiped", "prompt_text": "\x9b2J"} for row in run.rollouts(0)]
     write_parquet(folder / "rollouts" / "step_000000.parquet", rows, len(rows))
@@ -759,7 +759,7 @@ def test_text_of_an_evaluation(run: Run) -> None:
 
 
 def test_remote_code_of_models_is_never_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nobody is asked whether it may."""
+    """There is no question whether it may be executed, either."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question that `yes |` could answer"))
     folder, ran = tmp_path / "model", tmp_path / "ran"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""`ascent label` and judge:FILE as a reward, through the command line, against a server that misbehaves."""
+"""`ascent label` and judge:FILE as a reward, on the command line, with a judge server that fails in various ways."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_unparsed_verdicts_are_kept_with_the_raw_answer(here: Path, capsys: pyte
 
 
 def test_interrupted_labeling_continues(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ctrl-C at the seventh question: what is under way is waited for and kept, and asked for by nobody again."""
+    """Ctrl-C at the seventh request waits for pending answers, keeps them, and does not request them again."""
 
     def interrupted(prompt: str, number: int) -> Reply:
         if number == 6:
@@ -176,7 +176,7 @@ def test_invalid_labeling_is_rejected(here: Path, capsys: pytest.CaptureFixture[
 
 
 def test_judge_is_combined_with_other_rewards(here: Path) -> None:
-    """Mixed by weights with the task's own check, with a reason; where there is no verdict, an error and no number."""
+    """A judge is combined by weights with the task's check and gives a reason. Without a verdict the reward fails."""
 
     def behave(prompt: str, _: int) -> Reply:
         return (
@@ -219,7 +219,7 @@ def test_entries_of_judges(here: Path) -> None:
 def test_a_run_with_a_judge_and_pairs_from_its_policy(
     here: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A language model trained on a judge's scores alone; then its own responses, labelled; the key is nowhere."""
+    """Train a language model on a judge's scores, then label its responses. The API key is written nowhere."""
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
 
     def behave(prompt: str, number: int) -> Reply:

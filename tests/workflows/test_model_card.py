@@ -1,4 +1,4 @@
-"""`ascent export --push`: the card that is written from a run, and a stand-in for the hub's HTTP interface."""
+"""`ascent export --push`: the model card of a run, and a fake of the hub's HTTP API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs and demonstrations: files that are read or refused, what sort shows, and runs of sft, dpo and pairs."""
+"""Pairs and demonstrations: valid and invalid files, the data of `sort`, and runs of sft, dpo and pairs."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_label_noise_flips_a_fraction_of_pairs() -> None:
 
 
 def test_demonstrator_makes_systematic_errors() -> None:
-    """Prompts that begin with 0, 1 or 2 of ten: the last two different numbers change places, every time."""
+    """For prompts that begin with 0, 1 or 2 of ten, the last two different numbers are always swapped."""
     task = Sort(wrong=0.3)
     prompt = torch.tensor([[2, 9, 1, 9, 5], [3, 9, 1, 9, 5], [0, 0, 0, 0, 0], [1, 7, 7, 7, 7]])
     shown = task.demonstrate(prompt, torch.Generator())[:, 0].tolist()
@@ -270,7 +270,7 @@ def test_pairs_from_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_pairs_are_labelled_by_another_reward_than_the_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 20 × 20 pairs of guesses about ten have one that is exactly right; most differ in the number of positions."""
+    """Of 20 × 20 pairs of guesses about ten have an exactly right one; most differ in the number of right positions."""
     ascent.train("sort", steps=1, reward="exact", out=tmp_path / "run", **SMALL)
     own, other = tmp_path / "own.jsonl", tmp_path / "other.jsonl"
     assert cli.main(["pairs", str(tmp_path / "run"), str(own), "--count", "40"]) == 1
@@ -281,7 +281,7 @@ def test_pairs_are_labelled_by_another_reward_than_the_runs(tmp_path: Path, caps
 
 @pytest.mark.long
 def test_number_of_prompts_and_labels_for_few_pairs_is_bounded(tmp_path: Path) -> None:
-    """Ten pairs are 200 prompts at most, twenty at once; whoever labels is asked no more once there are ten."""
+    """Ten pairs take at most 200 prompts, twenty at a time. No label is requested after ten pairs."""
     ascent.train("sort", algorithm="sft", steps=2, out=tmp_path / "run", **SMALL)
     asked = 0
 

@@ -1,4 +1,4 @@
-"""`ascent plan`: what it predicts by hand, what it reads, what it refuses."""
+"""`ascent plan`: predictions computed by hand, model configs, and errors."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_memory_follows_trained_parameters_and_extra_models() -> None:
 
 
 def test_separate_critic_is_sharded() -> None:
-    """18 bytes per parameter, of which each rank has its part; without shards each has all of them."""
+    """18 bytes per parameter, divided by the ranks; without sharding each rank has all of them."""
     whole = planned(2, algorithm="ppo", **{"ranks.shard": "replicate"}).memory["critic"]
     assert whole == 18 * QWEN_7B.num_parameters
     for ranks in (2, 8):
@@ -174,7 +174,7 @@ def test_separate_critic_is_sharded() -> None:
 
 
 def test_mixed_precision_keeps_the_residual_stream_in_float32() -> None:
-    """By hand: width 8 and 2 layers, each with two norms that keep 2 bytes more per number of a token."""
+    """By hand: hidden size 8 and 2 layers with two norms each, which keep 2 more bytes per value of a token."""
     mixed = GpuCostModel(SMALL, PLAIN, FITTED, mixed=True)
     assert mixed.bytes_per_token(True) - ONE.bytes_per_token(True) == 2 * (2 * 2 * 8) + 2 * (2 * 8), (
         "a layer twice, and the inputs"
@@ -321,7 +321,7 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def written(folder: Path, kind: str, **changes: Any) -> Path:
-    """A config.json alone."""
+    """Write a config.json without weights."""
     own = {k: v for k, v in (SHAPE | changes).items() if not (kind == "Falcon" and k == "head_dim")}
     made = getattr(transformers, f"{kind}Config")(**own)
     made.architectures = [f"{kind}ForCausalLM"]

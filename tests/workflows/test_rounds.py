@@ -1,4 +1,4 @@
-"""Rounds of runs: each part an ordinary run, killed anywhere and gone on with to the same bits, nothing done twice."""
+"""Rounds: every part is an ordinary run; killed rounds continue bitwise equal and repeat nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def params(folder: Path, part: str) -> dict[str, torch.Tensor]:
 
 
 def same(one: Path, other: Path) -> None:
-    """Every file of pairs and the parameters of every run, bit for bit."""
+    """Assert that all files of pairs and the parameters of all runs are bitwise equal."""
     for number in (1, 2):
         for name in PARTS:
             a, b = one / f"round_{number}" / name, other / f"round_{number}" / name
@@ -61,7 +61,7 @@ def same(one: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two rounds that nobody disturbed."""
+    """Two uninterrupted rounds."""
     folder = tmp_path_factory.mktemp("rounds") / "whole"
     run_rounds(rounds_in(folder))
     return folder
@@ -92,7 +92,7 @@ def test_a_round_is_pairs_a_reward_model_and_a_policy(whole: Path) -> None:
 
 @pytest.mark.long
 def test_true_reward_is_measured_but_not_trained_on(whole: Path) -> None:
-    """Of the last policy's greedy answers, by hand: positions right, of two."""
+    """Compare with the fraction of right positions (of two) of the last policy's greedy answers."""
     found = rounds.reopen_rounds(whole, show=False).summary()
     for number, row in enumerate(found, 1):
         last = Run(whole / f"round_{number}/policy").metrics[-1]
@@ -156,7 +156,7 @@ def test_replay_fraction_is_limited_by_old_pairs(share: float, replayed: int, tm
 def test_a_stop_between_any_two_parts_repeats_nothing(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped after every single part; each is made once, and all are those of the undisturbed rounds."""
+    """Stopped after every part, each part is made once and equals that of the uninterrupted rounds."""
     made: list[str] = []
     start, write = rounds.start, rounds.write_jsonl
 
@@ -188,7 +188,7 @@ def test_a_stop_between_any_two_parts_repeats_nothing(
 def test_rounds_killed_during_a_run_continue_bitwise(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed without warning in a reward model's run and in a policy's run."""
+    """SIGKILL in the run of a reward model and in the run of a policy."""
     folder = tmp_path / "killed"
     rounds_in(folder)
     for run, lines in (("round_1/reward-model", 3), ("round_2/policy", 3)):
@@ -218,7 +218,7 @@ def flags(**settings: Any) -> list[str]:
 def test_interrupted_rounds_command_continues(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C in the middle of the first policy's run; then the folder alone, from another place; then once more."""
+    """Ctrl-C in the first policy's run; then continue by the folder from another directory, twice."""
     monkeypatch.chdir(tmp_path)
     args = ["rounds", "sort", *flags(**SMALL, **STEPS), *flags(rounds=2, pairs=30, out="out")]
     args += [word for name, value in RATER.items() for word in (f"--rm.{name.replace('_', '-')}", str(value))]
@@ -256,7 +256,7 @@ def test_interrupted_rounds_command_continues(
 def test_rounds_of_words_labelled_by_a_judge(
     tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped while the judge is asked; what it said is not asked again."""
+    """After a stop during judging, answers that were received are not requested again."""
     monkeypatch.chdir(tmp_path)
     data = sums(tmp_path / "sums.jsonl")
     more = {"model": tiny_folder, "steps": 1, "prompts": 2, "samples": 2, "max_tokens": 16, "max_prompt": 64}

@@ -1,4 +1,4 @@
-"""`ascent compare`: settings over seeds, paired, with intervals that a hand computation confirms."""
+"""`ascent compare`: settings over paired seeds, with intervals that are computed by hand."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ends(folder: Path, seeds: list[int], name: str, metric: str) -> list[float]:
 
 
 def by_hand(values: list[float]) -> tuple[float, float]:
-    """Mean and half-width of the 95 % interval, written out."""
+    """Return the mean and the half-width of the 95 % interval, by the formula."""
     n = len(values)
     mean = sum(values) / n
     variance = sum((v - mean) ** 2 for v in values) / (n - 1)
@@ -90,7 +90,7 @@ def test_table_by_hand(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_equal_settings_have_a_paired_difference_of_zero(said: Any) -> None:
-    """The same setting under another name differs from itself by exactly nothing, with no interval left."""
+    """The same setting under another name has a difference of exactly 0 ± 0."""
     settings = ("--setting", "--algorithm rloo", "--setting", "--algorithm rloo --loss log-prob")
     assert said(*FLAGS, *settings, "--seeds", 3, "--out", "c")[0] == 0
     again = json.loads(Path("c/compare.json").read_text())["rloo loss log-prob"]["exact/reward"]
@@ -112,7 +112,7 @@ def test_flags_beside_the_settings_apply_to_all(said: Any) -> None:
 
 @pytest.mark.long
 def test_algorithm_settings_are_applied_and_shown_in_the_table(said: Any) -> None:
-    """The lecture has ten epochs, and a trust region takes one step."""
+    """`lecture` has ten epochs by default, and a trust region needs one."""
     few = ("lecture", "--steps", 1, "--eval-every", 1)
     status, out, err = said(*few, "--algorithms", "reinforce,grpo,trpo", "--seeds", 1, "--out", "c")
     assert status == 0, err
@@ -232,7 +232,7 @@ def test_an_interrupted_comparison_says_how_to_resume_it(said: Any, monkeypatch:
 
 @pytest.mark.smoke
 def test_workers_ignore_ctrl_c_outside_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run in a worker handles it; a worker that waits would end with a traceback. The command still listens."""
+    """A run in a worker handles Ctrl-C. An idle worker ignores it, without a traceback; the command handles it."""
     monkeypatch.setattr(comparison, "run_one", write_sigint)
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(ConfigError, match="not a run folder"):  # it left no run
@@ -246,7 +246,7 @@ def test_workers_ignore_ctrl_c_outside_of_a_run(tmp_path: Path, monkeypatch: pyt
 def test_interrupt_of_all_processes_is_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C reaches the command and its workers alike, as in a terminal. Workers are forks, which load nothing."""
+    """Ctrl-C reaches the command and its workers, as in a terminal. Workers are forks, which start fast."""
     monkeypatch.setattr(comparison, "get_context", lambda _: multiprocessing.get_context("fork"))
     command = ["compare", "lecture", "--algorithms", "reinforce,grpo"]
     command += ["--seeds", "1", "--steps", "12", "--jobs", "2", "--out", "c"]
@@ -277,7 +277,7 @@ def test_interrupt_of_all_processes_is_resumed(
 def test_a_killed_comparison_leaves_no_workers_and_resumes_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL reaches the command alone: its workers notice, and the runs can be resumed at once."""
+    """SIGKILL reaches only the command. Its workers exit, and the runs can be resumed immediately."""
     monkeypatch.setattr(comparison, "get_context", lambda _: multiprocessing.get_context("fork"))
     monkeypatch.setattr("ascent.runs.display.plots.save_figure", lambda _, path: path)
     command = ["compare", "lecture", "--algorithms", "reinforce,grpo", "--checkpoint-every", "3"]

@@ -1,4 +1,4 @@
-"""`ascent serve`: a policy over real sockets, for stock clients and for bad ones."""
+"""`ascent serve`: a policy over real sockets, with standard and with misbehaving clients."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def until(state: Callable[[], bool]) -> None:
 
 
 def post(service: PolicyServer, body: bytes, path: str = "/v1/chat/completions", key: str | None = None) -> bytes:
-    """A request as it goes over the wire."""
+    """Send raw bytes of an HTTP request and return the response."""
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key or service.key}\r\n"
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 

@@ -1,4 +1,4 @@
-"""`ascent serve --engine`: servers of vLLM or SGLang behind the endpoint, by their stand-ins."""
+"""`ascent serve --engine`: fake vLLM and SGLang servers behind the endpoint."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def small_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def behind(loaded: LoadedPolicy, engine: str = "vllm", servers: int = 1, **more: Any) -> Iterator[tuple[Any, Any]]:
-    """A service with stand-ins behind it, and these."""
+    """Start a policy server with fake engine servers; yield both."""
     from copy import deepcopy
 
     stand_ins = [serving(deepcopy(loaded.policy.model), engine) for _ in range(servers)]

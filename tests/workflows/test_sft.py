@@ -22,7 +22,7 @@ from ascent.settings import configure
 
 @pytest.fixture
 def demonstrations(tmp_path: Path) -> Path:
-    """Sums with their answers; one prompt is shown twice, with two responses."""
+    """Sums with their answers; one prompt occurs twice, with two responses."""
     file = tmp_path / "shown.jsonl"
     rows = [{"prompt": f"{a} + {b} =", "response": str(a + b)} for a in range(5) for b in range(5)]
     rows.append({"prompt": "1 + 1 =", "response": "two"})
@@ -47,7 +47,7 @@ def test_sft_learns_its_demonstrations(demonstrations: Path, tiny_folder: Path, 
 
 
 def test_the_objective_is_the_mean_log_prob_of_the_demonstrated_tokens(demonstrations: Path, tiny_folder: Path) -> None:
-    """Against the model itself: cross-entropy of the response and its end token, over all tokens of the step."""
+    """Compare with the model's cross-entropy of responses and end tokens over all tokens of the step."""
     config = configure(f"demonstrations:{demonstrations}", settings(tiny_folder, prompts=5))
     parts = assemble(config)
     prompt = parts.task.draw(5, torch.Generator().manual_seed(0))
@@ -210,7 +210,7 @@ def test_memory_estimate_counts_parameters_exactly(problems: Path, tiny_folder: 
 @pytest.mark.long
 @pytest.mark.parametrize("lora", [0, 2])
 def test_the_memory_of_a_critic_counts(problems: Path, tiny_folder: Path, lora: int) -> None:
-    """Its parameters, copies and gradients beside the policy's, and both moments of whatever is trained of it."""
+    """The critic adds its parameters, copies and gradients, and two moments per trained parameter."""
     found = {}
     for critic, dtype in (("own-critic", "float32"), ("shared-critic", "float32"), ("own-critic", "bfloat16")):
         more = {"algorithm": "ppo", "critic": critic, "policy.lora": lora, "policy.dtype": dtype}
