@@ -29,12 +29,12 @@ def sample_evaluator(
 ) -> Evaluate:
     """Return an evaluation of greedy answers to held-out prompts, with the exact E[R] of small policies."""
     prompts = task.held_out(config.eval_prompts)
-    few = (
+    is_enumerable = (
         policy is not None
         and prompts.start_episodes is None
         and len(prompts) * task.space.vocab**task.space.limit <= MAX_ENUMERATED_RESPONSES
     )
-    table = reward_table(task, prompts.prompt) if few else None
+    table = reward_table(task, prompts.prompt) if is_enumerable else None
 
     def evaluate() -> Metrics:
         answers, errors = score_rollouts(task, sampler.generate(prompts, 1, greedy=True))

@@ -33,10 +33,10 @@ def replicas_of(folder: Path) -> list[dict[str, Any]]:
         lines_with = [line for line in recent if name in line["replicas"]]
         seconds = sum(line["seconds"] for line in lines_with) or 1.0
         names = ("tokens", "drawing", "loading")
-        own = {key: sum(line["replicas"][name][key] for line in lines_with) for key in names}
-        row["rate"] = own["tokens"] / own["drawing"] if own["drawing"] else 0.0
-        row["loading"] = min(1.0, own["loading"] / seconds)
-        row["idle"] = max(0.0, 1 - (own["drawing"] + own["loading"]) / seconds)
+        totals = {key: sum(line["replicas"][name][key] for line in lines_with) for key in names}
+        row["rate"] = totals["tokens"] / totals["drawing"] if totals["drawing"] else 0.0
+        row["loading"] = min(1.0, totals["loading"] / seconds)
+        row["idle"] = max(0.0, 1 - (totals["drawing"] + totals["loading"]) / seconds)
     if not rows:
         return []
     waited = sum(line["waited"] for line in recent) / (sum(line["seconds"] for line in recent) or 1.0)

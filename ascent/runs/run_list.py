@@ -80,10 +80,10 @@ def runs_below(root: Path) -> list[RunEntry]:
         elif depth < MAX_DEPTH:
             with suppress(OSError), os.scandir(folder) as entries:
                 for entry in entries:
-                    shown = (
+                    is_candidate = (
                         entry.name.isprintable() and not entry.name.startswith(".") and entry.name not in RUN_SUBFOLDERS
                     )
-                    if shown and entry.is_dir(follow_symlinks=False):
+                    if is_candidate and entry.is_dir(follow_symlinks=False):
                         waiting.append((Path(entry.path), f"{id}/{entry.name}".lstrip("/"), depth + 1))
     return sorted(runs, key=lambda place: place.id)
 
@@ -100,15 +100,15 @@ def run_status(folder: Path, run: dict[str, Any], now: float | None = None) -> t
     if status != "running":
         words = {"finished": "finished,", "interrupted": "stopped and saved after"}.get(status, f"{status} after")
         return status, f"{words} {done}"
-    sign = read_heartbeat(folder)
-    age = heartbeat_age(folder, sign, now)
-    if age is None and (heard := finite_number(run.get("heartbeat"))) is not None:
-        age = now - heard
+    heartbeat = read_heartbeat(folder)
+    age = heartbeat_age(folder, heartbeat, now)
+    if age is None and (recorded_time := finite_number(run.get("heartbeat"))) is not None:
+        age = now - recorded_time
     heartbeat_text = f"last heartbeat {ago(age)}" if age is not None else "no heartbeat"
     if is_locked(folder):
         return "running", f"running, {done}, {heartbeat_text}"
     machine = run.get("machine")
-    host = sign.get("host") or (machine.get("host") if isinstance(machine, dict) else None)
+    host = heartbeat.get("host") or (machine.get("host") if isinstance(machine, dict) else None)
     elsewhere = isinstance(host, str) and host != socket.gethostname()
     if elsewhere and age is not None and age < HEARTBEAT_TIMEOUT:
         return "running", f"running on {host}, {done}, {heartbeat_text}"
@@ -129,38 +129,38 @@ def how_to_resume(folder: Path, status: str) -> dict[str, str] | None:
     if not any(re.fullmatch(r"step_\d+", path.name) for path in (folder / "checkpoints").glob("step_*")):
         return {"words": "It has no checkpoint, so it cannot be resumed."}
     here, path = Path.cwd(), folder.resolve()
-    shown = str(path.relative_to(here) if path.is_relative_to(here) else path)
-    return {"words": "To resume from its last checkpoint:", "command": f"ascent resume {shlex.quote(shown)}"}
+    shown_path = str(path.relative_to(here) if path.is_relative_to(here) else path)
+    return {"words": "To resume from its last checkpoint:", "command": f"ascent resume {shlex.quote(shown_path)}"}
 
 
 def read_heartbeat(folder: Path) -> dict[str, Any]:
     """Read the last heartbeat (host, pid, time); empty if there is none."""
-    sign, _ = read_object(folder / HEARTBEAT_FILE)
-    return sign if finite_number(sign.get("time")) is not None else {}
+    heartbeat, _ = read_object(folder / HEARTBEAT_FILE)
+    return heartbeat if finite_number(heartbeat.get("time")) is not None else {}
 
 
-_seen: dict[Path, tuple[float, float | None]] = {}
+_last_heartbeats: dict[Path, tuple[float, float | None]] = {}
 """The last heartbeat of each run, and when it changed by this machine's clock."""
 MAX_SEEN_HEARTBEATS = 10_000
 
 
-def heartbeat_age(folder: Path, sign: dict[str, Any], now: float) -> float | None:
+def heartbeat_age(folder: Path, heartbeat: dict[str, Any], now: float) -> float | None:
     """Return the seconds since the last heartbeat. Once it was seen to change, only this machine's clock matters.
 
     Before that, the time in the heartbeat counts, or the file's modification time if that time is in the future.
     """
-    if not sign:
+    if not heartbeat:
         return None
-    if len(_seen) >= MAX_SEEN_HEARTBEATS and folder not in _seen:
-        _seen.clear()
-    last, changed_at = _seen.setdefault(folder, (sign["time"], None))
-    if last != sign["time"]:
+    if len(_last_heartbeats) >= MAX_SEEN_HEARTBEATS and folder not in _last_heartbeats:
+        _last_heartbeats.clear()
+    last, changed_at = _last_heartbeats.setdefault(folder, (heartbeat["time"], None))
+    if last != heartbeat["time"]:
         changed_at = now
-        _seen[folder] = sign["time"], now
+        _last_heartbeats[folder] = heartbeat["time"], now
     if changed_at is not None:
         return now - changed_at
-    age = now - sign["time"]
-    return age if age >= 0 else now - (modified_at(folder / HEARTBEAT_FILE) or sign["time"])
+    age = now - heartbeat["time"]
+    return age if age >= 0 else now - (modified_at(folder / HEARTBEAT_FILE) or heartbeat["time"])
 
 
 def ago(seconds: float) -> str:
@@ -183,9 +183,9 @@ def started_at(run: dict[str, Any]) -> float | None:
 def was_oom_killed(folder: Path) -> bool:
     """Return whether this machine has killed a process out of memory since the run's last heartbeat."""
     try:
-        sign, _ = read_object(folder / HEARTBEAT_FILE)
-        before, now = sign["killed"], oom_kill_count()
-        same = sign["host"] == socket.gethostname() and before.split()[0] == str(now).split()[0]
+        heartbeat, _ = read_object(folder / HEARTBEAT_FILE)
+        before, now = heartbeat["killed"], oom_kill_count()
+        same = heartbeat["host"] == socket.gethostname() and before.split()[0] == str(now).split()[0]
     except READ_ERRORS:
         return False
     return same and before != now

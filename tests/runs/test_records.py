@@ -137,7 +137,7 @@ def test_non_finite_measures_are_omitted_over_seeds() -> None:
 
 
 def test_age_of_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_list, "_seen", {})
+    monkeypatch.setattr(run_list, "_last_heartbeats", {})
     monkeypatch.setattr(run_list, "MAX_SEEN_HEARTBEATS", 1)
     assert run_list.heartbeat_age(tmp_path / "a", {}, 5.0) is None
     assert run_list.heartbeat_age(tmp_path / "a", {"time": 1.0}, 10.0) == 9.0
