@@ -1,6 +1,6 @@
-"""A task's rewards on many responses at once: in its grading processes, by its judges and by its reward models.
+"""Compute a task's rewards for many responses, in reward workers and with judges and reward models.
 
-`self_test` computes them on responses whose worth is known: right ones have to pass, corrupted ones must not.
+`self_test` checks the rewards: gold responses must pass, and corrupted ones must not.
 """
 
 import math
@@ -21,28 +21,28 @@ from ascent.tasks.text.answer_checking import on_one_line
 from ascent.tasks.text.text_task import Message, Problem, TextTask
 
 ResponseScorer = Callable[[Sequence[tuple[Problem, str]]], list[RewardOutcome]]
-"""A judge or a reward model: one outcome for each response to a problem, in order."""
-MOST_WORKERS = 16
-"""Processes where one per core is asked for."""
-AT_ONCE = 64
-"""Responses that an async function gets at the same time, in each process."""
-_EXAMPLES = 3
-"""Failures of each kind that a self-test describes."""
+"""A judge or a reward model: returns one outcome per response, in order."""
+MAX_DEFAULT_WORKERS = 16
+"""Maximum number of reward workers if --reward-workers is 0 (one per core)."""
+MAX_ASYNC_BATCH = 64
+"""Maximum number of concurrent responses per async function and process."""
+_MAX_EXAMPLES = 3
+"""Maximum number of failures of each kind that a self-test describes."""
 Outcomes = dict[tuple[int, str], RewardOutcome]
-"""By the number of the response and the source of the reward."""
+"""Outcomes by index of the response and source of the reward."""
 StartedRewards = dict[str, PendingCall]
-"""What was begun for a response before the others were there, by the source of the reward."""
+"""Calls that were started for one response before the whole batch was complete, by source of the reward."""
 
 
 class RewardManager:
-    """The rewards of a task, ready to be computed. `close` ends its processes.
+    """Computes the rewards of a task. `close` stops its reward workers.
 
-    Its judges and reward models come from outside, by their source. A self-test is `partial`: it leaves out rewards
-    whose grader it was not given, such as reward models, which know of no right response.
+    `scorers` are the judges and reward models by source. A self-test is `partial`: it skips rewards without a scorer,
+    such as reward models, which have no reference answers.
     """
 
-    def __init__(self, task: TextTask, graders: Mapping[str, ResponseScorer] | None = None, partial: bool = False):
-        self.task, self.graders = task, dict(graders or {})
+    def __init__(self, task: TextTask, scorers: Mapping[str, ResponseScorer] | None = None, partial: bool = False):
+        self.task, self.scorers = task, dict(scorers or {})
         cls = type(task)
         source = getattr(cls, "__ascent_source__", None) or f"{cls.__module__}:{cls.__qualname__}"
         settings = {f.name: getattr(task, f.name) for f in fields(task)}
@@ -50,28 +50,28 @@ class RewardManager:
         self._calls = {name: resolve_reward_call(name, sandbox=task.sandbox_settings) for name in functions}
         loaded = {name: load_reward_function(name) for name in functions if not name.startswith("sandbox:")}
         here = [name for name, function in loaded.items() if getattr(function, "in_process", False)]
-        self._here = {name: InProcess(self._calls[name], task.reward_seconds) for name in here}
-        self._in_processes = {OWN: _grader(source, settings)}
-        self._in_processes |= {name: _grader(name) for name in loaded if name not in here}
-        boxed = [name for name in functions if name not in loaded]
-        self._in_processes |= {name: RewardSpec(name, sandbox=tuple(task.sandbox_settings)) for name in boxed}
+        self._in_process = {name: InProcess(self._calls[name], task.reward_seconds) for name in here}
+        self._worker_specs = {OWN: _reward_spec(source, settings)}
+        self._worker_specs |= {name: _reward_spec(name) for name in loaded if name not in here}
+        sandboxed = [name for name in functions if name not in loaded]
+        self._worker_specs |= {name: RewardSpec(name, sandbox=tuple(task.sandbox_settings)) for name in sandboxed}
         limits = Limits(task.reward_seconds, task.reward_memory, task.reward_env)
-        self.workers = task.reward_workers or min(MOST_WORKERS, count_cores())
-        self.pool = RewardWorkerPool(list(self._in_processes.values()), self.workers, limits)
-        outside = dict.fromkeys(reward.source for reward in task.rewards if reward.kind in ("judge", "model"))
-        self._outside = [source for source in outside if not partial or source in self.graders]
+        self.workers = task.reward_workers or min(MAX_DEFAULT_WORKERS, count_cores())
+        self.pool = RewardWorkerPool(list(self._worker_specs.values()), self.workers, limits)
+        scored = dict.fromkeys(reward.source for reward in task.rewards if reward.kind in ("judge", "model"))
+        self._scored_sources = [source for source in scored if not partial or source in self.scorers]
         self._rewards = task.rewards
-        self._checked = any(reward.kind == OWN for reward in self._rewards)
+        self._uses_own_check = any(reward.kind == OWN for reward in self._rewards)
         together = {name for name, call in self._calls.items() if call.takes_group or call.is_async}
-        self._alone = [(i, name) for i, name in enumerate(self._in_processes) if name not in together]
-        """What is computed in processes for each response by itself: graders by their number, and their sources."""
+        self._single_response_rewards = [(i, name) for i, name in enumerate(self._worker_specs) if name not in together]
+        """Rewards of single responses in reward workers: index and source."""
 
-    def begin(self, responses: Sequence[tuple[Problem, str]]) -> list[StartedRewards]:
-        """Let what is computed for each of these by itself be computed from now on, in the processes."""
+    def start(self, responses: Sequence[tuple[Problem, str]]) -> list[StartedRewards]:
+        """Start the rewards of these responses that do not depend on other responses."""
         which = [
             (i, grader, source)
             for i, (problem, _) in enumerate(responses)
-            for grader, source in self._alone
+            for grader, source in self._single_response_rewards
             if source != OWN or self._checks(problem)
         ]
         begun = self.pool.submit([[_job(grader, *responses[i])] for i, grader, _ in which])
@@ -81,39 +81,41 @@ class RewardManager:
         return early
 
     def _checks(self, problem: Problem) -> bool:
-        """Is the task's own check made? For the strict score alone, too, where there is an answer."""
-        return self._checked or problem.answer is not None
+        """Return whether the task's own check runs: as a reward, or for the accuracy if there is an answer."""
+        return self._uses_own_check or problem.answer is not None
 
     def __call__(
         self, responses: Sequence[tuple[Problem, str]], early: Sequence[StartedRewards | None] | None = None
     ) -> list[RewardOutcome]:
-        """A mark for each problem and response, in their order. `early`: what was begun of each."""
+        """Return one outcome per problem and response, in order. `early`: calls that `start` started."""
         early = early or [None] * len(responses)
         begun = {(i, source): call for i, one in enumerate(early) for source, call in (one or {}).items()}
         places = [(0, OWN, [i]) for i, (problem, _) in enumerate(responses) if self._checks(problem)]
-        for grader, source in list(enumerate(self._in_processes))[1:]:
+        for grader, source in list(enumerate(self._worker_specs))[1:]:
             places += [(grader, source, part) for part in self._parts(self._calls[source], responses)]
         places = [place for place in places if (place[2][0], place[1]) not in begun]
-        here = [(0, source, part) for source in self._here for part in self._parts(self._calls[source], responses)]
+        here = [
+            (0, source, part) for source in self._in_process for part in self._parts(self._calls[source], responses)
+        ]
 
         def jobs(grader: int, part: list[int]) -> list[RewardJob]:
             return [_job(grader, *responses[i]) for i in part]
 
         made = self.pool.run_calls([jobs(grader, part) for grader, _, part in places])
-        made += [self._here[source](jobs(0, part)) for _, source, part in here]
+        made += [self._in_process[source](jobs(0, part)) for _, source, part in here]
         waited = self.pool.wait_for_results(list(begun.values()))
         outcomes: Outcomes = {place: answer for place, (answer,) in zip(begun, waited, strict=True)}
         for (_, source, part), answers in zip([*places, *here], made, strict=True):
             outcomes |= {(i, source): answer for i, answer in zip(part, answers, strict=True)}
-        for source in self._outside:
-            outcomes |= {(i, source): outcome for i, outcome in enumerate(self.graders[source](responses))}
+        for source in self._scored_sources:
+            outcomes |= {(i, source): outcome for i, outcome in enumerate(self.scorers[source](responses))}
         return [self._mark(problem, response, i, outcomes) for i, (problem, response) in enumerate(responses)]
 
     def _parts(self, call: RewardCall, responses: Sequence[tuple[Problem, str]]) -> list[list[int]]:
-        """Which responses a function gets in one call: one; its whole group; or, if it is async, many."""
+        """Split responses into calls: one response each, whole groups, or batches for async functions."""
         if call.takes_group:
             return [list(part) for _, part in groupby(range(len(responses)), key=lambda i: id(responses[i][0]))]
-        size = min(AT_ONCE, -(-len(responses) // self.workers)) if call.is_async else 1
+        size = min(MAX_ASYNC_BATCH, -(-len(responses) // self.workers)) if call.is_async else 1
         return [
             list(range(first, min(first + size, len(responses)))) for first in range(0, len(responses), max(size, 1))
         ]
@@ -147,12 +149,12 @@ class RewardManager:
 
     def close(self) -> None:
         self.pool.close()
-        for reward in self._here.values():
+        for reward in self._in_process.values():
             reward.close()
 
 
 def count_cores() -> int:
-    """Those that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -160,16 +162,16 @@ def _job(grader: int, problem: Problem, response: str) -> RewardJob:
     return RewardJob(grader, problem.prompt, response, problem.answer, problem.columns)
 
 
-def _grader(source: str, settings: Mapping[str, Any] | None = None) -> RewardSpec:
-    """What a process needs for a reward: where its code is, or the code itself."""
-    given = source.startswith("object:")
+def _reward_spec(source: str, settings: Mapping[str, Any] | None = None) -> RewardSpec:
+    """Return what a reward worker needs to load a reward: the location of its code, or the pickled function."""
+    is_object = source.startswith("object:")
     return RewardSpec(
-        source, settings, sent=pickle_object(source, "reward" if settings is None else "task") if given else None
+        source, settings, sent=pickle_object(source, "reward" if settings is None else "task") if is_object else None
     )
 
 
 class InProcess:
-    """A reward function that runs in this process. An async one has a thread and an event loop of its own."""
+    """A reward function that runs in this process. Async functions run in a separate thread with an event loop."""
 
     def __init__(self, call: RewardCall, seconds: float):
         self.call, self.seconds = call, seconds
@@ -197,7 +199,7 @@ def rate_responses(
     rate: Callable[[list[tuple[list[Message], str]]], list[float]],
     responses: Sequence[tuple[Problem, str]],
 ) -> list[RewardOutcome]:
-    """What a reward model says of each response to a problem; it reads the chat that the policy reads."""
+    """Rate responses with a reward model, which reads the same chat as the policy."""
     values = rate([(task.messages(problem), response) for problem, response in responses])
     return [
         RewardOutcome(v, reason=f"{v:.3f}") if math.isfinite(v) else RewardOutcome(error=f"it returned {v}")
@@ -207,42 +209,42 @@ def rate_responses(
 
 @dataclass(frozen=True)
 class SelfTest:
-    """What a self-test found."""
+    """Result of a self-test."""
 
     gold: int
-    """Right responses tried; 0 where the task knows none."""
+    """Number of gold responses; 0 if the task has none."""
     gold_passed: int
     corrupted: int
     corrupted_passed: int
-    """Corrupted responses that were taken for right: none should be."""
+    """Number of corrupted responses that passed; it should be 0."""
     gold_reward: float
-    """Mean reward of right responses."""
+    """Mean reward of gold responses."""
     corrupted_reward: float
     errors: int
     failures: tuple[str, ...]
-    """What went wrong, in words, a few of each kind."""
+    """Descriptions of a few failures of each kind."""
     compares: bool = True
-    """Does any reward look at the right answer? Otherwise right responses need not earn more."""
+    """Whether any reward uses the reference answer; otherwise gold responses need not earn more."""
 
     @property
     def ok(self) -> bool:
         return not self.failures
 
     def lines(self) -> list[str]:
-        """The report as a person reads it."""
+        """Return the report as lines of text."""
         if not self.gold + self.corrupted:
-            head = "no right responses are known, or only a reward model rates them, so the reward could not be tested"
+            head = "the reward was not tested: the task has no gold responses, or only a reward model rates them"
         else:
             head = (
-                f"{self.gold_passed} of {self.gold} right responses pass (mean reward {self.gold_reward:.3g}), "
-                f"{self.corrupted_passed} of {self.corrupted} corrupted ones do (mean reward "
+                f"{self.gold_passed} of {self.gold} gold responses pass (mean reward {self.gold_reward:.3g}), "
+                f"{self.corrupted_passed} of {self.corrupted} corrupted ones pass (mean reward "
                 f"{self.corrupted_reward:.3g}), {self.errors} errors"
             )
         return [head, *self.failures]
 
 
 def self_test(task: TextTask, count: int = 16, judges: Mapping[str, ResponseScorer] | None = None) -> SelfTest:
-    """The rewards on right, corrupted, empty and other problems' responses, in worker processes as in training."""
+    """Compute the rewards of gold, corrupted and empty responses, in reward workers as in training."""
     size = 0 if all(reward.kind == "model" for reward in task.rewards) else task.size
     indices = range(count if size is None else min(count, size))
     stride = 1 if task.is_stream else 7919
@@ -261,9 +263,9 @@ def self_test(task: TextTask, count: int = 16, judges: Mapping[str, ResponseScor
     errors = [mark.error for mark in marks if mark.error is not None]
     refused = [_case(*case, mark) for case, mark in zip(right, good, strict=True) if not (mark.error or mark.strict)]
     passed = [_case(*case, mark) for case, mark in zip(wrong, bad, strict=True) if mark.strict]
-    failures = [f"a reward failed: {error}" for error in errors[:_EXAMPLES]]
-    failures += [f"a right response does not pass: {case}" for case in refused[:_EXAMPLES]]
-    failures += [f"a corrupted response passes: {case}" for case in passed[:_EXAMPLES]]
+    failures = [f"a reward failed: {error}" for error in errors[:_MAX_EXAMPLES]]
+    failures += [f"a gold response does not pass: {case}" for case in refused[:_MAX_EXAMPLES]]
+    failures += [f"a corrupted response passes: {case}" for case in passed[:_MAX_EXAMPLES]]
     high, low = _mean(good), _mean(bad)
     boxed = task.sandbox_settings
     functions = [
@@ -272,7 +274,8 @@ def self_test(task: TextTask, count: int = 16, judges: Mapping[str, ResponseScor
     compares = len(functions) < len(task.rewards) or any(call.takes_answer for call in functions)
     if compares and right and wrong and not errors and not high > low:
         failures.append(
-            f"the reward cannot tell right from wrong: right responses earn {high:.3g} on the mean, corrupted {low:.3g}"
+            f"the reward does not separate correct from wrong: the mean is {high:.3g} for gold responses and {low:.3g} "
+            "for corrupted ones"
         )
     passing = sum(mark.strict for mark in good)
     return SelfTest(len(right), passing, len(wrong), len(passed), high, low, len(errors), tuple(failures), compares)
@@ -289,7 +292,7 @@ def _case(problem: Problem, response: str, mark: RewardOutcome) -> str:
 
 
 def excerpt(text: object) -> str:
-    """The head of a prompt or response, on one line."""
+    """Return the beginning of a prompt or response, on one line."""
     if isinstance(text, list):
         text = text[-1].get("content", "") if text else ""
     return repr(on_one_line(str(text), 160))

@@ -1,4 +1,4 @@
-"""A text task bound to an encoder: what the loop calls a task. With offline data, responses are read and not graded."""
+"""Text tasks bound to a tokenizer, for the training loop; with offline data, responses are read, not graded."""
 
 import math
 from bisect import bisect_left
@@ -24,19 +24,19 @@ from ascent.tasks.text.python_rows import STREAM_BUFFER_SIZE
 from ascent.tasks.text.text_task import Message, Problem, TextTask
 
 PADDING = -1
-"""Fills up short prompts; no token."""
+"""Padding of prompts; not a token id."""
 ROLES = frozenset({"user", "tool", "assistant", "model", "system", "ipython", "environment", "observation", "function"})
-"""Words by which chat templates name who speaks; behind a control token they are no part of what is said."""
-_REMEMBERED = 100_000
-"""Problems that are remembered, so that those of an endless task are not made again to be graded."""
-_COUNTED = 10_000
-"""Prompts that are left out and told apart. An endless task may have any number of them."""
-_ROUNDS = 64
-"""Times that `draw` looks for prompts that are short enough before it gives up on an endless task."""
+"""Names of roles in chat templates. After a control token they are not part of the message."""
+_MAX_CACHED_PROBLEMS = 100_000
+"""Size of the cache of problems, so that unlimited tasks do not generate them again for grading."""
+_MAX_COUNTED_PROMPTS = 10_000
+"""Maximum number of distinct prompts that are counted as left out; unlimited tasks may have any number."""
+_MAX_DRAW_ROUNDS = 64
+"""Rounds in which `draw` searches an unlimited task for prompts that are short enough."""
 
 
 class Encoder(Protocol):
-    """Words into tokens and back, as a policy understands them."""
+    """A policy's tokenizer and chat template."""
 
     vocab_size: int
     eos_token_id: int
@@ -45,27 +45,26 @@ class Encoder(Protocol):
     """Every token that ends a response, the end token among them."""
 
     def encode(self, messages: list[Message]) -> list[int]:
-        """A chat as a prompt, up to where the response begins."""
+        """Return the prompt tokens of a chat, up to the beginning of the response."""
 
     def tokenize(self, words: str) -> list[int]:
-        """Words as tokens, with none added."""
+        """Tokenize text without adding special tokens."""
 
     def tokenize_steps(self, steps: list[str], separator: str, ended: bool) -> list[list[int]]:
-        """Each step with the separator behind it, tokenized by itself; the end token last, if the response ended."""
+        """Tokenize each step with its separator separately; the end token is last if the response ended."""
 
     def decode(self, ids: list[int] | np.ndarray) -> str:
-        """Tokens as words, special ones left out."""
+        """Decode tokens without special tokens."""
 
     def token_text(self, token: int) -> str:
-        """One token as a person reads it, special ones too."""
+        """Return the text of one token, including special tokens."""
 
 
 class TokenizedTask(TaskWrapper):
     """A `TextTask` whose prompts and responses are tokens. Prompts are padded on the right with −1.
 
-    What is drawn depends on the generator alone, and the prompts of a step on the seed and the step. `graders` are the
-    judges, reward models and process rewards that the task's rewards name, by their source: the task is handed them,
-    and does not load them.
+    `draw` depends only on the generator; the prompts of a step depend only on the seed and the step. `graders` are the
+    loaded judges, reward models and process rewards of the task, by source.
     """
 
     def __init__(self, task: TextTask, encoder: Encoder, graders: Mapping[str, Any] | None = None):
@@ -73,20 +72,20 @@ class TokenizedTask(TaskWrapper):
         self.space = Space(task.max_prompt, encoder.vocab_size, task.max_response_tokens, encoder.eos_token_id)
         self.stop_token_ids, self.token_text = encoder.stop_token_ids, encoder.token_text
         self.reward_sources = task.rewards
-        """The parts of the reward that are measured apart, with their weights."""
-        self.train = lru_cache(_REMEMBERED)(task.train)
-        self.tests: list[Problem] = []
-        """Held-out problems, as many as were asked for so far."""
-        self.encoded: dict[int, list[int] | None] = {}
-        """Tokens of the rows of a finite task; None: left out."""
+        """The rewards, which are measured separately, with their weights."""
+        self.train = lru_cache(_MAX_CACHED_PROBLEMS)(task.train)
+        self.test_problems: list[Problem] = []
+        """The held-out problems that were requested so far."""
+        self.encoded_prompts: dict[int, list[int] | None] = {}
+        """Prompt tokens by row, for tasks with rows; None: left out."""
         self.too_long: set[int] = set()
         self.empty: set[int] = set()
-        """Hashes of the prompts that have too many tokens, or none."""
+        """Hashes of the prompts without tokens."""
         self.first_observation: Callable[[Problem], str] | None = None
-        """What an environment says before the first turn, where there is one."""
+        """Returns the first observation of an environment for a problem; None: there is no environment."""
         self.grading: RewardManager | None = None
         self.early: dict[tuple[int, str], list[StartedRewards]] = {}
-        """Rewards that are being computed already, by problem and response: those of equal responses in any order."""
+        """Rewards that `score_early` started, by problem and response. Equal responses are interchangeable."""
 
     @cached_property
     def epoch_sampler(self) -> EpochSampler | StreamSampler | None:
@@ -104,13 +103,13 @@ class TokenizedTask(TaskWrapper):
         return replace(self._prompts([(row, self._training_prompt(row) or []) for row in rows]), epoch=epoch)
 
     def draw(self, count: int, generator: torch.Generator) -> Prompts:
-        """Any prompts to train on, in an order shuffled anew each time; none twice if there are enough."""
+        """Return random training prompts, without repeats if there are enough."""
         size = self.task.size
         rows: list[tuple[int, list[int]]] = []
-        for _ in range(_ROUNDS if size is None else max(_ROUNDS, count)):
+        for _ in range(_MAX_DRAW_ROUNDS if size is None else max(_MAX_DRAW_ROUNDS, count)):
             before = len(rows)
             if size is None:
-                indices = torch.randint(*self._drawn_from(count), (count,), generator=generator)
+                indices = torch.randint(*self._index_range(count), (count,), generator=generator)
             else:
                 indices = torch.randperm(size, generator=generator)
             for index in indices.tolist():
@@ -123,41 +122,37 @@ class TokenizedTask(TaskWrapper):
                 break
         raise self._too_few(len(rows), count)
 
-    def _drawn_from(self, count: int) -> tuple[int, int]:
-        """The indices to draw from: any; of a stream, what has come so far, and at first what comes first."""
+    def _index_range(self, count: int) -> tuple[int, int]:
+        """Return the range of indices to draw from; in a stream, the rows that were read recently."""
         if not self.task.is_stream:
             return 0, 2**62
         read = max(getattr(self.epoch_sampler, "position", 0), 4 * count)
         return max(0, read - STREAM_BUFFER_SIZE), read
 
     def _too_few(self, drawn: int, count: int) -> ConfigError:
-        of = f"of the prompts that were drawn, {drawn} can be used, and a step needs {count}"
+        usable = f"{drawn} of the drawn prompts are usable, but a step needs {count}"
         if not self.too_long:
-            return ConfigError(
-                f"{of}: the tokenizer makes no token of the others. Look at the prompts and the tokenizer"
-            )
+            return ConfigError(f"{usable}: the others have no tokens. Check the prompts and the tokenizer")
         left_out = f"{len(self.too_long)} are longer" + (f", {len(self.empty)} have no tokens" if self.empty else "")
-        return ConfigError(f"--max-prompt {self.task.max_prompt}: {of}; {left_out}. Raise --max-prompt")
+        return ConfigError(f"--max-prompt {self.task.max_prompt}: {usable}; {left_out}. Raise --max-prompt")
 
     def _training_prompt(self, index: int) -> list[int] | None:
-        """The tokens of a problem, or None if there are too many, or none."""
+        """Return the prompt tokens of a problem; None if there are too many, or none."""
         if self.task.size is None:
             return self._encode(self.train(index))
-        if index not in self.encoded:
-            self.encoded[index] = self._encode(self.train(index))
-        return self.encoded[index]
+        if index not in self.encoded_prompts:
+            self.encoded_prompts[index] = self._encode(self.train(index))
+        return self.encoded_prompts[index]
 
     def held_out(self, count: int) -> Prompts:
         problems = list(self.task.test(count))
-        if len(problems) > len(self.tests):
-            self.tests = problems
+        if len(problems) > len(self.test_problems):
+            self.test_problems = problems
         rows = [(-1 - i, ids) for i, problem in enumerate(problems) if (ids := self._encode(problem)) is not None]
         if not rows:
             if not any(self.encoder.encode(self.task.messages(problem)) for problem in problems):
-                raise ConfigError(
-                    "the tokenizer makes no token of any test prompt: look at the prompts and the tokenizer"
-                )
-            raise ConfigError(f"--max-prompt {self.task.max_prompt}: every test prompt is longer. Raise --max-prompt")
+                raise ConfigError("the test prompts have no tokens: check the prompts and the tokenizer")
+            raise ConfigError(f"--max-prompt {self.task.max_prompt}: all test prompts are longer. Raise --max-prompt")
         return self._prompts(rows)
 
     def _prompts(self, rows: list[tuple[int, list[int]]]) -> Prompts:
@@ -166,18 +161,18 @@ class TokenizedTask(TaskWrapper):
         return Prompts(pad_prompts([ids for _, ids in rows]), torch.tensor(identities), limits=limits)
 
     def problem(self, identity: int) -> Problem:
-        """The problem of a training prompt, by its index, or of the held-out prompt i, by −1 − i."""
+        """Return the training problem with this index, or the held-out problem i for −1 − i."""
         if identity >= 0:
             return self.train(identity)
-        if len(self.tests) < -identity:
-            self.tests = self.task.test(-identity)
-        return self.tests[-1 - identity]
+        if len(self.test_problems) < -identity:
+            self.test_problems = self.task.test(-identity)
+        return self.test_problems[-1 - identity]
 
     def messages(self, problem: Problem) -> list[Message]:
-        """The chat that the policy reads, with what an environment says first."""
-        return self._opened(self.task.messages(problem), problem)
+        """Return the chat that the policy reads, including the first observation of an environment."""
+        return self._with_first_observation(self.task.messages(problem), problem)
 
-    def _opened(self, chat: list[Message], problem: Problem) -> list[Message]:
+    def _with_first_observation(self, chat: list[Message], problem: Problem) -> list[Message]:
         if self.first_observation is not None and (words := self.first_observation(problem)):
             chat[-1] = {**chat[-1], "content": "\n\n".join(filter(None, [chat[-1]["content"], words]))}
         return chat
@@ -187,24 +182,24 @@ class TokenizedTask(TaskWrapper):
         if 0 < len(ids) <= self.task.max_prompt:
             return ids
         left_out = self.too_long if ids else self.empty
-        if len(left_out) < _COUNTED:
+        if len(left_out) < _MAX_COUNTED_PROMPTS:
             left_out.add(hash(str(problem.prompt)))
         return None
 
     def score_early(self, problems: list[int], responses: list[list[int]]) -> None:
-        """Begin to score responses, each to the problem with this identity, that `score` will be given later."""
+        """Start the rewards of responses to the problems with these identities, before `score` is called."""
         self.grading = self.grading or RewardManager(self.task, self.graders)
-        if len(self.early) > _REMEMBERED:  # nobody asked for them
+        if len(self.early) > _MAX_CACHED_PROBLEMS:  # `score` was not called for them
             self.early.clear()
         words = [self.response_text(np.asarray(ids)) for ids in responses]
         pairs = [(self.problem(identity), text) for identity, text in zip(problems, words, strict=True)]
-        for identity, text, begun in zip(problems, words, self.grading.begin(pairs), strict=True):
+        for identity, text, begun in zip(problems, words, self.grading.start(pairs), strict=True):
             self.early.setdefault((identity, text), []).append(begun)
 
     def _take_started(
         self, rollouts: Rollouts, responses: list[tuple[Problem, str]]
     ) -> list[StartedRewards | None] | None:
-        """Of each response what was begun; None: nothing was."""
+        """Return the started rewards of each response; None: `score_early` started none."""
         if not self.early or rollouts.problem is None:
             return None
         identities = rollouts.problem.repeat_interleave(rollouts.mask.shape[1]).tolist()
@@ -243,9 +238,9 @@ class TokenizedTask(TaskWrapper):
         return scoring.add_process_rewards(scores, rollouts, parts)
 
     def _step_scores(self, model: Any, rollouts: Rollouts) -> tuple[scoring.PerToken, Tensor]:
-        """What a process reward gives at the last tokens of steps, and where those are.
+        """Return the scores of a process reward at the last tokens of steps, and the mask of these tokens.
 
-        Each turn of a conversation is rated behind the chat before it, in which observations are the user's messages.
+        Each turn of a conversation is rated after the preceding chat, in which observations are user messages.
         """
         score, ends = torch.zeros(rollouts.mask.shape), torch.zeros_like(rollouts.mask)
         responses: list[tuple[list[Message], list[str], bool]] = []
@@ -269,14 +264,14 @@ class TokenizedTask(TaskWrapper):
         return score, ends
 
     def _observation(self, ids: list[int]) -> str:
-        """An observation in words; control tokens have none."""
+        """Return the text of an observation, without control tokens."""
         runs = groupby(ids, key=lambda token: bool(self.encoder.decode([token])))
         return observed_words([self.encoder.decode(list(run)) if words else "" for words, run in runs])
 
     def _responses(self, rollouts: Rollouts) -> list[tuple[Problem, str]]:
-        """Every response in words, with its problem."""
+        """Return the text of every response, with its problem. In conversations it is that of the last turn."""
         if rollouts.problem is None:
-            raise RunError("these rollouts do not say which problems they answer, so they cannot be graded")
+            raise RunError("these rollouts have no problem indices, so they cannot be graded")
         pairs, answer = [], rollouts.mask
         if rollouts.turn is not None:  # of a conversation the last turn is graded
             last = torch.where(rollouts.mask, rollouts.turn, -1).amax(-1, keepdim=True)
@@ -289,7 +284,7 @@ class TokenizedTask(TaskWrapper):
         return pairs
 
     def response_text(self, ids: list[int] | np.ndarray) -> str:
-        """A response in words, without the token that ended it."""
+        """Return the text of a response, without the token that ended it."""
         return self.encoder.decode(ids[:-1] if len(ids) and int(ids[-1]) in self.stop_token_ids else ids)
 
     response_record = response_text
@@ -304,9 +299,9 @@ class TokenizedTask(TaskWrapper):
         return ReadablePrompt(_words(chat), chat if len(chat) > 1 else chat[0]["content"], chat, problem.answer)
 
     def normalize_answer(self, response: str, answer: str | None) -> str:
-        """The answer that a response gives, in one spelling: numbers by value, words without case, marks and spacing.
+        """Extract the answer of a response in a normal form: numbers by value, text without case, markup and spacing.
 
-        The task's own method `answer(response)` finds it; if there is none, it is found as for the lenient score.
+        The task's method `answer(response)` extracts it if defined; otherwise it is extracted as for the lenient score.
         """
         hook = getattr(self.task, "answer", None)
         given = loose_answer(response, answer) if hook is None else hook(response) or ""
@@ -314,20 +309,24 @@ class TokenizedTask(TaskWrapper):
         return str(value) if value is not None else " ".join(tidy(given).casefold().split())
 
     def encode_prompts(self, texts: Sequence[str], plain: bool) -> tuple[Prompts, list[str]]:
-        """Prompts that a person typed, as in training. None can be scored."""
+        """Encode prompts that a user typed, as in training. Their responses cannot be scored."""
         task = replace(self.task, instruction="") if plain else self.task
-        chats = [self._opened(task.messages(Problem(text)), Problem(text)) for text in texts]
+        chats = [self._with_first_observation(task.messages(Problem(text)), Problem(text)) for text in texts]
         return Prompts.of(pad_prompts([self.encoder.encode(chat) for chat in chats])), [_words(chat) for chat in chats]
 
     def split_steps(self, ids: list[int], separator: str) -> tuple[list[str], list[int]]:
-        """The token that ends a response has no words."""
+        """Split a response into steps; the token that ends it has no text."""
         ended = bool(ids) and ids[-1] in self.stop_token_ids
         pieces = [self.token_text(token) for token in ids[: len(ids) - ended]]
         return split_steps([*pieces, *[""] * ended], separator)
 
     def data_notes(self) -> list[str]:
         left_out = {f"more than {self.task.max_prompt} tokens": self.too_long, "no tokens": self.empty}
-        counts = {what: f"{len(them)}{' or more' * (len(them) >= _COUNTED)}" for what, them in left_out.items() if them}
+        counts = {
+            what: f"{len(them)}{' or more' * (len(them) >= _MAX_COUNTED_PROMPTS)}"
+            for what, them in left_out.items()
+            if them
+        }
         notes = [f"{count} prompts drawn so far have {what} and are left out" for what, count in counts.items()]
         return [*self.task.data_notes(), *notes]
 
@@ -339,14 +338,14 @@ class TokenizedTask(TaskWrapper):
 
 
 class OfflineTextTask(TokenizedTask):
-    """Prompts, each with its demonstration, with the two responses of a preference pair, or with labelled steps."""
+    """A text task with offline data: demonstrations, preference pairs or labeled steps."""
 
     def __init__(self, task: TextTask, encoder: Encoder, data: str):
         super().__init__(task, encoder)
         self.data = data
 
     def offline_rollouts(self, prompts: Prompts) -> Rollouts:
-        """The responses to these prompts, tokenized: for nobody has sampled them."""
+        """Return the tokenized responses of the data set to these prompts."""
         groups = [self._tokens(self.problem(identity)) for identity in prompts.problem.tolist()]
         limit = self.space.limit
         response, mask = scoring.pad_responses([[ids[:limit] for ids in group] for group in groups])
@@ -354,23 +353,23 @@ class OfflineTextTask(TokenizedTask):
         return scoring.offline_rollouts(prompts, response, mask, self.space, None if self.data == "steps" else cut)
 
     def _tokens(self, problem: Problem) -> list[list[int]]:
-        """The tokens of each response to a problem, the end token last."""
+        """Tokenize the responses to a problem, each with the end token."""
         if self.data == "steps":
             return [[token for step in self._steps(problem) for token in step]]
         responses = [self.task.gold(problem)]
         if self.data == "pairs":
             responses = [problem.answer or "", problem.columns["rejected"]]
         if None in responses:
-            raise ConfigError("--algorithm sft: the task knows no right response to learn from. Use ascent sft FILE")
+            raise ConfigError("--algorithm sft: the task has no gold responses to learn. Use ascent sft FILE")
         return [[*self.encoder.tokenize(words), self.encoder.eos_token_id] for words in responses]
 
     def _steps(self, problem: Problem) -> list[list[int]]:
-        """The tokens of each step and of the separator after it; the end token last. So each token knows its step."""
+        """Tokenize each step with its separator separately, so that each token belongs to one step."""
         columns = problem.columns
         return self.encoder.tokenize_steps(columns["steps"], self.task.separator, not columns["cut"])
 
     def score(self, rollouts: Rollouts) -> Scores:
-        """Every token of a labelled step has the label of its step as its reward."""
+        """Score offline data; every token of a labeled step has the step's label as its reward."""
         scores = scoring.offline_scores(rollouts, self.data == "pairs")
         if self.data != "steps":
             return scores
@@ -385,7 +384,7 @@ class OfflineTextTask(TokenizedTask):
 
 
 def pad_prompts(rows: list[list[int]]) -> Int[Tensor, "prompt position"]:
-    """Prompts of different lengths as one tensor, filled up with −1."""
+    """Pad prompts on the right with −1."""
     width = max(map(len, rows))
     return torch.tensor([row + [PADDING] * (width - len(row)) for row in rows])
 
@@ -395,9 +394,9 @@ def _words(chat: list[Message]) -> str:
 
 
 def observed_words(pieces: Sequence[str]) -> str:
-    """An observation without what the chat template writes around it.
+    """Return the text of an observation without the markup of the chat template.
 
-    Control tokens have no text. What stands between two of them may begin with a line that names the speaker.
+    Control tokens have no text. The text between two of them may begin with a line that names the role.
     """
     parts: list[str] = [""]
     for piece in pieces:
@@ -413,10 +412,10 @@ def observed_words(pieces: Sequence[str]) -> str:
 
 
 def split_steps(pieces: list[str], separator: str) -> tuple[list[str], list[int]]:
-    """The steps of a response, given its tokens as words, and the places of their last tokens.
+    """Split a response, given the text of its tokens, into steps; also return the indices of their last tokens.
 
-    It is cut after every separator; empty steps go to the one beside them. The last step ends with the last token,
-    whatever that is. A response without any words is one empty step.
+    It is split after every separator; empty steps are merged with a neighbor. The last step ends with the last token. A
+    response without text is one empty step.
     """
     text, ends = "".join(pieces), list(accumulate(map(len, pieces)))
     steps: list[str] = []

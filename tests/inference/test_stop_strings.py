@@ -377,7 +377,7 @@ def test_rows_of_a_mixture_have_limits_of_their_own(tmp_path: Path) -> None:
         for identity, limit in zip(prompts.problem.tolist(), prompts.limits.tolist(), strict=True):
             assert limit == (3 if bound.problem(identity).max_tokens == 3 else 16)
         assert prompts[1:3].limits is not None and prompts[1:3].limits.tolist() == prompts.limits[1:3].tolist()
-    assert task.data_notes() == ["8 rows have a limit above --max-tokens 16, which holds for them too"]
+    assert task.data_notes() == ["8 rows have a limit above --max-tokens 16, which applies to them too"]
 
 
 @pytest.mark.parametrize("limit", [0, -3, 2.5, "9", True, 4])

@@ -290,7 +290,7 @@ def test_a_rating_that_is_no_number_is_an_error_and_never_a_zero(tiny_folder: Pa
         grading.close()
     assert bad.error is not None and "nan" in bad.error
     assert (good.value, good.error) == (2.5, None)
-    assert self_test(task).lines()[0].startswith("no right responses are known"), "there is nothing to test it on"
+    assert self_test(task).lines()[0].startswith("the reward was not tested"), "there is nothing to test it on"
 
 
 def test_a_reward_model_is_not_exported_as_a_policy(rated_words: Path, tmp_path: Path) -> None:

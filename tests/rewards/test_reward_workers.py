@@ -363,7 +363,7 @@ def test_a_reward_that_takes_too_much_memory_fails_alone(own: Callable[[str], st
 
 @pytest.mark.parametrize(
     ("name", "value", "why"),
-    [("reward_memory", -1.0, "0 .no limit. or more"), ("reward_env", ("KEY=1",), "without their values")],
+    [("reward_memory", -1.0, "0 .no limit. or more"), ("reward_env", ("KEY=1",), "without values")],
 )
 def test_limits_that_cannot_be_are_refused(name: str, value: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
@@ -559,13 +559,13 @@ def test_the_self_test_sees_a_task_that_cannot_be_won(tmp_path: Path) -> None:
     report = self_test(Jsonl(source=str(rows), check="number"), 4)
     assert not report.ok
     assert report.gold_passed == 0
-    assert any("a right response does not pass" in line for line in report.lines())
+    assert any("a gold response does not pass" in line for line in report.lines())
 
 
 @pytest.mark.long
 def test_the_self_test_sees_a_reward_that_cannot_tell_right_from_wrong(own: Callable[[str], str]) -> None:
     report = self_test(Countdown(reward=(own("brief"),)), 4)
-    assert any("cannot tell right from wrong" in line for line in report.lines())
+    assert any("does not separate correct from wrong" in line for line in report.lines())
     broken = self_test(Countdown(reward=("own", own("level"))), 2)
     assert broken.errors > 0
     assert any("a reward failed: reward level: TypeError" in line for line in broken.lines())

@@ -496,7 +496,7 @@ def test_files_of_pairs_and_offline_data_have_no_conversations(place: Path, tmp_
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"tools": ("calculator",), "environment": "python:x.py:Y"}, "one of them answers a turn"),
+        ({"tools": ("calculator",), "environment": "python:x.py:Y"}, "only one of them can answer a turn"),
         ({"tools": ("calclator",)}, "calculator"),
         ({"environment": "guess"}, "python:FILE:CLASS"),
         ({"max_turns": 0}, "one turn or more"),

@@ -196,7 +196,7 @@ def test_a_file_of_multiple_choices_is_graded_and_tests_itself(tmp_path: Path) -
 @pytest.mark.parametrize("answer", ["Paris", 2, "A good one", "A or B"])
 def test_a_choice_that_is_no_letter_is_refused_with_its_line(answer: object, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"line 2, column answer: --check choice compares the letters of options.*such as B"
+        ConfigError, match=r"line 2, column answer: --check choice expects the letter of an option, such as B"
     ):
         choices(tmp_path, "B", answer, "C").verify()
 

@@ -756,7 +756,7 @@ def test_long_prompts_are_left_out_and_counted() -> None:
 
 def test_what_an_endless_task_leaves_out_is_not_kept_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts that are too long were all remembered, word for word, to count them."""
-    monkeypatch.setattr(tokenized_task, "_COUNTED", 8)
+    monkeypatch.setattr(tokenized_task, "_MAX_COUNTED_PROMPTS", 8)
     task = TokenizedTask(Echo(count=None, length=30, max_prompt=2), Bytes())
     for _ in range(3):
         with pytest.raises(ConfigError, match="Raise --max-prompt"):
@@ -776,7 +776,9 @@ def test_a_prompt_of_no_tokens_is_not_called_too_long() -> None:
     assert task.data_notes() == ["5 prompts drawn so far have no tokens and are left out"]
     none = TokenizedTask(Echo(count=5), Deaf())
     for draw in (lambda: none.draw(2, torch.Generator()), lambda: none.step_prompts(0, 2, 0, torch.Generator())):
-        with pytest.raises(ConfigError, match="0 can be used, and a step needs 2: the tokenizer makes no token"):
+        with pytest.raises(
+            ConfigError, match="0 of the drawn prompts are usable, but a step needs 2: the others have no tokens"
+        ):
             draw()
 
 
@@ -813,7 +815,7 @@ def test_a_problem_is_found_by_its_identity_and_not_by_its_tokens() -> None:
 
 def test_an_unknown_prompt_is_no_silent_zero(echo: TokenizedTask) -> None:
     unknown = rollouts(Prompts.of(torch.tensor([[65, 66]])), [["a"]])
-    with pytest.raises(RunError, match="which problems they answer"):
+    with pytest.raises(RunError, match="have no problem indices"):
         echo.score(replace(unknown, problem=None))
 
 
@@ -1068,13 +1070,13 @@ def test_test_prompts_of_no_tokens() -> None:
         def encode(self, messages: list[Any]) -> list[int]:
             return []
 
-    with pytest.raises(ConfigError, match="the tokenizer makes no token of any test prompt"):
+    with pytest.raises(ConfigError, match="the test prompts have no tokens"):
         TokenizedTask(Echo(), Mute()).held_out(2)
 
 
 def test_a_task_that_knows_no_right_response_has_no_demonstrations() -> None:
     task = OfflineTextTask(Textarena(source="Nim"), Bytes(), "demonstrations")
-    with pytest.raises(ConfigError, match="--algorithm sft: the task knows no right response to learn from"):
+    with pytest.raises(ConfigError, match="--algorithm sft: the task has no gold responses to learn"):
         task.offline_rollouts(task.held_out(1))
     known = OfflineTextTask(Echo(), Bytes(), "demonstrations")
     assert known.offline_rollouts(known.held_out(2)).response.tolist() == [[[ord("0"), END]], [[ord("1"), END]]]

@@ -104,7 +104,7 @@ def test_pairs_need_a_file_and_two_prompts(tmp_path: Path, capsys: pytest.Captur
         ({"prompt": [1, 2, 3], "chosen": [1, 2, 9], "rejected": [3, 2, 1]}, "column chosen"),
         ({"prompt": [1, 2, 3], "chosen": [1, 2], "rejected": [3, 2, 1]}, "column chosen"),
         ({"prompt": "1 2 3", "chosen": True, "rejected": [3, 2, 1]}, "numbers are needed"),
-        ({"prompt": "1 2 3", "chosen": "1 2 3", "rejected": [1, 2, 3]}, "are the same"),
+        ({"prompt": "1 2 3", "chosen": "1 2 3", "rejected": [1, 2, 3]}, "are equal"),
         ({"prompt": "1 2 3", "chosen": "1 2 3"}, "line 2 has no column rejected"),
     ],
 )

@@ -145,7 +145,7 @@ def test_preflight_reports_without_changing_the_run(problems: Path, tiny_folder:
     assert re.search(r"time +per step about: sampling [\d.]+ s, update [\d.]+ s, for responses of \d+ tokens", text)
     assert all(p.grad is None and torch.equal(p, w) for p, w in zip(parts.learner.trainable(), weights, strict=True))
     for words in (
-        "3 prompts per step × 4 samples per prompt = 12 responses", "memory only", "right responses pass",
+        "3 prompts per step × 4 samples per prompt = 12 responses", "memory only", "gold responses pass",
         "computed in float32 (--policy.dtype)",
     ):  # fmt: skip
         assert words in text
@@ -165,7 +165,7 @@ def test_preflight_command_reports_and_rejects(
     command = ["preflight", f"jsonl:{problems}", *words, "--algorithm", "gspo", "--policy.dtype", "bfloat16"]
     assert cli.main([*command, "--check", "number"]) == 0
     said = capsys.readouterr().out
-    assert "2 prompts per step × 2 samples per prompt = 4 responses" in said and "right responses pass" in said
+    assert "2 prompts per step × 2 samples per prompt = 4 responses" in said and "gold responses pass" in said
     assert re.search(r"^note       .*log-probs", said, re.MULTILINE), said
     assert cli.main([*command, "--reward", f"python:{tmp_path / 'mine.py'}:always"]) == 2
     out, err = capsys.readouterr()
