@@ -349,7 +349,7 @@ def test_stop_strings_are_words_on_the_command_line_and_a_list_in_files(tmp_path
 @pytest.mark.parametrize(
     ("task", "given", "words"),
     [
-        ("countdown", {"min_tokens": 9, "max_tokens": 8}, "--min-tokens 9 with --max-tokens 8"),
+        ("countdown", {"min_tokens": 9, "max_tokens": 8}, "--min-tokens 9 --max-tokens 8"),
         ("countdown", {"min_tokens": -1}, "--min-tokens -1"),
         ("countdown", {"stop": ("a", "")}, "--stop ''"),
         ("countdown", {"stop": ("\N{REPLACEMENT CHARACTER}",)}, "U\\+FFFD"),
