@@ -1,7 +1,7 @@
 """Run lessons from top to bottom, as a reader would: python lessons/run.py 03 (or several, or all).
 
-A page's Python blocks share one namespace, its commands one empty folder. What a block prints must be what the
-page shows right below it, as text or as a table; the lines shown below a command must be among those it prints.
+A page's Python blocks share one namespace, its commands one empty folder. The output of a block must equal the
+text or table right below it; the lines shown below a command must be part of its output.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: what it is, what it says, and the output that the page shows right below it."""
+    """A fenced block: its kind, its text, and the output that the page shows right below it."""
 
     kind: str
     text: str
@@ -39,7 +39,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def _shown(below: str) -> str:
-    """The text block or the table that follows with nothing between."""
+    """Return the text block or the table that follows directly."""
     text = re.match(r"\n\n```text\n(.*?)^```$", below, re.MULTILINE | re.DOTALL)
     table = re.match(r"\n\n((?:\|.*\n)+)", below)
     return text[1] if text else table[1] if table else ""
@@ -50,7 +50,7 @@ def words(text: str) -> str:
 
 
 def run_block(block: Block, names: dict[str, Any], file: str) -> str:
-    """What a block prints, held against what is shown; a command has to end well."""
+    """Run a block, compare its output with the page, and return it; a command has to succeed."""
     out = io.StringIO()
     where = f"{file}, line {block.line}"
     with contextlib.redirect_stdout(out):
@@ -59,7 +59,7 @@ def run_block(block: Block, names: dict[str, Any], file: str) -> str:
         for line in block.text.splitlines() if block.kind == "console" else ():
             program, *args = shlex.split(line)
             if program != "ascent" or command(args) != 0:
-                raise AssertionError(f"{where}: this did not end well: {line}")
+                raise AssertionError(f"{where}: this command failed: {line}")
     printed = out.getvalue()
     if block.kind == "python" and printed and printed != block.shown:
         raise AssertionError(f"{where}: the page shows\n{block.shown}\nbut the code prints\n{printed}")
@@ -70,7 +70,7 @@ def run_block(block: Block, names: dict[str, Any], file: str) -> str:
 
 
 def run_page(path: Path, folder: Path) -> None:
-    """Every block of a page, in this folder."""
+    """Run every block of a page in this folder."""
     names: dict[str, Any] = {"__name__": "lesson"}
     with contextlib.chdir(folder):
         for block in blocks(path.read_text()):
@@ -83,7 +83,7 @@ def main(wanted: list[str]) -> int:
         begin = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
             run_page(path, Path(folder))
-        print(f"{path.stem}: as it says, {time.perf_counter() - begin:.1f} s")
+        print(f"{path.stem}: passed, {time.perf_counter() - begin:.1f} s")
     return 0 if chosen else 2
 
 

@@ -1,4 +1,4 @@
-"""README, docs, lessons and CONTRIBUTING name only what exists: files, links, modules, names and rooms."""
+"""README, docs, lessons and CONTRIBUTING name only what exists: files, links, modules and names."""
 
 from __future__ import annotations
 

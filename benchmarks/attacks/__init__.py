@@ -1,19 +1,19 @@
-"""Attacks on everything that listens, reads what others wrote, or runs what others gave: tried and held, by kind.
+"""Attacks on everything that listens, reads untrusted files, or runs untrusted code, by kind.
 
     python -m benchmarks.attacks
     python -m benchmarks.attacks --trial
     python -m benchmarks.attacks --only kills
 
-All of it happens on loopback and in temporary folders. Each attack is tried twice, each time in a process of its
-own: against the library as it is, where it has to fail, and with the defence against it switched off, where it has to
-succeed. Besides, runs are killed 100 times, by SIGKILL, SIGTERM and SIGHUP (`lives.py`, `killed_commands.py`): training
-of small tasks, agents and environments, `ascent rounds` and `ascent compare`. Continued as a user would, they have to
-end in the same bits as a run that nobody killed, and leave no process and no temporary file. And
-1,000 folders, damaged as a seed says, are shown, reported, sampled from, resumed, and opened in the lab by every
-route: without a traceback, a status of 500, a hang, or a byte written outside. Programs that cheat on their verdict
-are generated (`cheats.py`), too, and judged in batches; programs that are right have to pass beside them.
+All of it happens on loopback and in temporary folders. Each attack runs twice, each time in its own process: against
+the library, where it has to fail, and with the defense against it switched off, where it has to succeed. In addition,
+runs are killed 100 times, by SIGKILL, SIGTERM and SIGHUP (`lives.py`, `killed_commands.py`): training of small tasks,
+agents and environments, `ascent rounds` and `ascent compare`. Continued as a user would, they have to be bit-identical
+to an uninterrupted run, and leave no process and no temporary file. And 1,000 folders with seeded damage are shown,
+reported, sampled from, resumed, and opened in the lab by every route: without a traceback, a status of 500, a hang, or
+a byte written outside. Programs that cheat on their verdict are generated too (`cheats.py`), and judged in batches;
+correct programs have to pass beside them.
 
-`value` is the share of all tries that were held. `real` counts the attacks that succeed without their defence.
+`value` is the share of attacks that were prevented. `real` counts the attacks that succeed without their defense.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An attack, and how it is tried: in a process of its own, with a deadline, with its defence and without it.
+"""An attack, and how it is run: in its own process, with a deadline, with and without the defense.
 
 Importing torch takes seconds, so the process is a fork of this one, which has only one thread. Whatever happens to it
 (a crash, a hang, another folder, an exit, a patched library) happens to it alone.

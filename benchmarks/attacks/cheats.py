@@ -1,8 +1,8 @@
 # ruff: noqa: E501 (a program is one line)
 """Programs that cheat, generated: class tricks × operators × bases × containers × exceptions × recursion × deliveries.
 
-A style is a way to write tests, with programs that are right and programs that are wrong by it. `generate_cheats` draws
-programs that compute nothing: the data in them is wrong by every style, so that one can only pass by deciding its own
+A style is a way to write tests, with correct and wrong programs. `generate_cheats` samples
+programs that compute nothing: their data is wrong in every style, so that one can only pass by deciding its own
 verdict. `free` counts the tests of a style that a program passes by always raising the expected exception.
 """
 

@@ -1,4 +1,4 @@
-"""Attacks by a judge: replies that take for ever to read, that are deep or endless, and what becomes of its key."""
+"""Attacks by a judge: replies that are endless, deeply nested or slow to parse, and leaks of its key."""
 
 from __future__ import annotations
 

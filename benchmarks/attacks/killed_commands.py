@@ -1,7 +1,7 @@
 """Kills of whole commands: `ascent train` of small tasks, agents and environments, `ascent rounds`, `ascent compare`.
 
-A seed decides the command, the moments and the signals. A killed command is continued by what a user would type, and
-the result is compared with a run of the same command that nobody killed. SIGTERM and SIGHUP have to end it in order,
+A seed decides the command, the moments and the signals. A killed command is continued as a user would, and
+the result is compared with an uninterrupted run of the same command. SIGTERM and SIGHUP have to end it in order,
 with a line that says how to resume.
 
 A command runs in a fork of this process, with its own temporary folder. This process adopts orphans, so it sees

@@ -1,7 +1,7 @@
-"""Attacks on the life of a run: kills at many moments, and a disk that is full. It has to end in the same bits.
+"""Attacks on the life of a run: kills at many moments, and a disk that is full. The result has to be bit-identical.
 
-A run lives in a fork of this process. The moments of its life are numbered, one before and one after every touch of a
-file; a kill comes at one of them, or from outside after some milliseconds.
+A run lives in a fork of this process. The moments of its life are numbered, one before and one after every access to a
+file; a kill happens at one of them, or from outside after some milliseconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attacks with code: a run folder or a model that brings some, or names some, hopes that somebody runs it."""
+"""Attacks with code that a run folder or a model contains or names, in the hope that it is executed."""
 
 from __future__ import annotations
 

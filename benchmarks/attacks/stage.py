@@ -1,4 +1,4 @@
-"""What the attacks begin with: small runs and a tiny model, made once."""
+"""Fixtures of the attacks: small runs and a tiny model, created once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tour of a run folder: show, report, sample, resume, and every route of the lab. Whatever it holds, all answer."""
+"""A tour of a run folder: show, report, sample, resume, and every route of the lab. All have to answer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Attacks by programs that are judged: generated cheats (`cheats.py`), in batches, beside programs that are right.
+"""Attacks by programs that are judged: generated cheats (`cheats.py`), in batches, beside correct programs.
 
-Without the defence a program and its tests share a process, and what that process says or how it ends is the verdict.
+Without the defense a program and its tests share a process, whose output or exit status is the verdict.
 """
 
 from __future__ import annotations

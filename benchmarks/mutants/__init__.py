@@ -1,13 +1,13 @@
-"""Do the tests notice a defect? Draws small changes of the package (mutants), and counts those that a test notices.
+"""Mutation testing: sample small changes of the package (mutants), and count those that a test detects.
 
     python -m benchmarks.mutants --map           once, or after large changes: which functions each test calls (20 min)
     python -m benchmarks.mutants --seed 1        60 mutants, two at a time (about an hour)
 
-Mutants are drawn uniformly over the lines of ascent/**/*.py that have one; equivalent ones are left out beforehand with
-their reason (excluded.py). Each is applied in a copy of the tree. The tests that call its function run first, the most
-specific ones before the others, and the whole suite (`make test`) only if none of them fails. A test that also fails
-without the mutant notices nothing. A run that takes many times as long as without the mutant counts as noticed.
-An interrupted draw continues. Results: benchmarks/results/mutants_SEED.json, and a page of all draws.
+Mutants are sampled uniformly over the lines of ascent/**/*.py that have one; equivalent ones are left out beforehand
+with their reason (excluded.py). Each is applied in a copy of the tree. The tests that call its function run first, the
+most specific ones before the others, and the whole suite (`make test`) only if none of them fails. A test that also
+fails without the mutant does not count. A run that takes many times as long as without the mutant counts as detected.
+An interrupted sample continues. Results: benchmarks/results/mutants_SEED.json, and a page of all samples.
 """
 
 from __future__ import annotations

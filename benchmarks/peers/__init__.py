@@ -1,9 +1,9 @@
-"""Other programs that we compare with. Each has its own environment, and a process that takes turns with ours.
+"""Peers: other libraries that benchmarks compare with, each in its own environment and in a process that takes turns.
 
 An environment is made once, under ${XDG_CACHE_HOME:-~/.cache}/ascent/peers, by the first benchmark that needs it.
 A peer is a script in this folder. It runs in its environment, does one piece of work (a training step, a batch of
-rollouts) for every line on its standard input, and answers with a line of JSON that says what took how long.
-Meanwhile all others wait, so that each has the machine to itself: ours, theirs, ours, theirs.
+rollouts) for every line on its standard input, and answers with a line of JSON with its timings.
+The others wait meanwhile, so that each has the machine to itself.
 """
 
 from __future__ import annotations
