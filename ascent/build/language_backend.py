@@ -1,4 +1,4 @@
-"""Language models on text tasks, in one process, on a CPU or one GPU."""
+"""Backend of language models on text tasks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -57,12 +57,12 @@ from ascent.training.language_learner import LanguageCritic, LanguageLearner, lo
 from ascent.training.micro_batches import ACTIVATION_FRACTION, COMPACT_THRESHOLD, state_bytes, static_bytes
 
 REWARD_MODELS = {"rewards": LanguageRewardModel, "steps": LanguageProcessReward}
-"""What a loss trains, where that is not a policy."""
+"""Reward models by training objective (`loss.trains`)."""
 OFFLINE_COMMANDS = {
     "pairs": "--algorithm dpo or reward-model, as in `ascent dpo FILE`",
     "steps": "--algorithm process-reward, as in `ascent process-reward FILE`",
 }
-"""What learns from each kind of offline data."""
+"""The commands that train on each kind of offline data."""
 
 
 class LanguageBackend(Backend):
@@ -73,7 +73,7 @@ class LanguageBackend(Backend):
     seeds_responses = True
 
     def mismatch(self, config: Config) -> str:
-        return f"--policy causal-lm with the task {name_of(config.task)}: it has no words to read"
+        return f"--policy causal-lm with the task {name_of(config.task)}: its prompts are not text"
 
     def check(self, config: Config) -> None:
         if "score_norm" in config.algorithm.needs:
@@ -116,7 +116,7 @@ class LanguageBackend(Backend):
 
     def check_ranks(self, config: Config, size: int) -> None:
         if size and config.policy.engine != "local" and not in_ray_cluster():
-            raise ConfigError(f"--engine {config.policy.engine} under torchrun was never tried: set --engine local")
+            raise ConfigError(f"--engine {config.policy.engine} is not supported under torchrun: set --engine local")
         if size and ":" in config.policy.device:
             raise ConfigError(
                 f"--policy.device {config.policy.device} under torchrun: each has a GPU of its own; set cuda"
@@ -135,7 +135,7 @@ class LanguageBackend(Backend):
     def model(
         self, config: Config, streams: Streams, start: InitialParams | None, fresh: bool = False
     ) -> tuple[LanguageModel, tuple[str, ...]]:
-        """A reward head is added after the start from a policy, and before the start from another reward model."""
+        """Load the model and --init. A reward head is added after a policy, or before a reward model, is loaded."""
         lm, why = _load_new_or_resumed(config, fresh)
         trained = lm.device.type == "cuda" or (lm.model.dtype == torch.float32 and not is_torchrun_process())
         notes = why + _verify_policy(lm, config, fused=trained and not config.algorithm.update.full_batch)
@@ -152,14 +152,14 @@ class LanguageBackend(Backend):
         return lm, notes
 
     def resolve_config(self, config: Config, model: LanguageModel) -> Config:
-        """The config says which precision was chosen, so that a resumed run computes in it on any device."""
+        """Record the chosen precision in the config, so that a resumed run uses it on any device."""
         if config.policy.dtype != "auto" or config.policy.model in PYTHON_MODELS:
             return config
         chosen: Any = "mixed" if is_mixed_precision(model.model) else str(model.model.dtype).removeprefix("torch.")
         return replace(config, policy=replace(config.policy, dtype=chosen))
 
     def align_precision(self, configs: Mapping[str, Config]) -> Mapping[str, Config]:
-        """If some would be in float16 and others in bfloat16, all are in bfloat16."""
+        """If only some configs default to float16, use bfloat16 for all."""
         narrow = {name for name, config in configs.items() if float16_obstacle(config) is None}
         if len(narrow) in (0, len(configs)):
             return configs
@@ -186,7 +186,10 @@ class LanguageBackend(Backend):
         return learner
 
     def rollout_engine(self, config: Config, model: LanguageModel, generator: torch.Generator) -> Any:
-        """The engine's, if the run has one; the first load of weights starts it. In a cluster replicas have it."""
+        """Return the local engine or, with --engine, a remote one, which starts at the first load of weights.
+
+        In a Ray cluster each replica has the remote engine.
+        """
         local = config.policy.engine == "local" or in_ray_cluster()
         return (self.local_engine if local else self.remote_engine)(config, model, generator)
 
@@ -214,7 +217,7 @@ class LanguageBackend(Backend):
             engine.on_responses = task.score_early
 
     def enable_early_training(self, config: Config, engine: Any, learner: Any) -> None:
-        """Only where an update takes all that was drawn: what is left out or cut is known after the rewards."""
+        """Enable it only if an update uses all responses: filtering and mini-batches depend on the rewards."""
         whole = config.minibatches == 1 and isinstance(config.algorithm.groups, All)
         if whole and isinstance(engine, LocalEngine) and isinstance(learner, LanguageLearner):
             engine.on_rollouts = learner.begin
@@ -226,7 +229,7 @@ class LanguageBackend(Backend):
         return model.model.dtype
 
     def bind(self, task: Any, model: LanguageModel, rewards: Mapping[str, Any]) -> Any:
-        """`rewards`: judges as graders, reward models and process rewards as they were loaded."""
+        """Bind a task to the tokenizer. `rewards` has judges, reward models and process rewards."""
         graders = {
             source: partial(rate_responses, task, reward.rate) if source.startswith("model:") else reward
             for source, reward in rewards.items()
@@ -240,7 +243,7 @@ class LanguageBackend(Backend):
     def preflight(
         self, config: Config, model: Any, task: Any, learner: Any, engine: RolloutEngine | None, notes: Sequence[str]
     ) -> PreflightReport:
-        """Batch sizes, memory, the reward and a first sample. Random streams are left as they are."""
+        """Report batch sizes, memory, a test of the reward and a first sample, without advancing random streams."""
         report, limits = PreflightReport(describe_batch_sizes(config)), config.task
         room, need = model.max_positions, limits.max_prompt + limits.max_response_tokens
         if room is not None and need > room:
@@ -261,7 +264,7 @@ class LanguageBackend(Backend):
         elif config.data == "samples" and not report.errors:
             probe = self.rollout_engine(config, model, torch.Generator().manual_seed(config.seed + 4_000_037))
             sample = report_sample(config, task, probe, report)
-            if not config.task.agent:  # how long agents take, short trials of the model do not say
+            if not config.task.agent:  # short trials of the model cannot predict how long agents take
                 report_step_time(config, learner, task, probe, sample, report)
         if config.task.uses_sandbox:
             report.lines.append(f"sandbox    {check_isolation(config.task.sandbox_settings).describe()}")
@@ -288,7 +291,7 @@ class LanguageBackend(Backend):
         return task.reward_device, task.reward_batch
 
     def export(self, config: Config, run: Path, params: Params, folder: Path) -> None:
-        """An ordinary Hugging Face folder, in the precision in which the model was trained."""
+        """Write an ordinary Hugging Face folder in the precision of training."""
         _load_with_params(replace(config.policy, device="cpu"), config.seed, params).save(folder)
 
     def with_settings(self, config: Config, changes: dict[str, Any]) -> Config:
@@ -342,14 +345,14 @@ class LanguageBackend(Backend):
         begun_prompts, support = replace(prompts, prompt=prompt, limits=limits), engine.sampling_params
         left, stops = (support.min_tokens - lengths).clamp(min=0), engine.stop_strings
         groups: list[list[list[int]]] = [[] for _ in prefixes]
-        for least in left.unique().tolist():  # the tokens of a prefix count
+        for least in left.unique().tolist():  # tokens of a prefix count towards min_tokens
             rows = (left == least).nonzero().flatten()
             engine.sampling_params = replace(support, min_tokens=least)
             drawn = engine.generate(begun_prompts[rows], count, limit=int(limits[rows].max()))
             for row, group, masks in zip(rows.tolist(), drawn.response, drawn.mask, strict=True):
                 groups[row] = [prefixes[row] + ids[mask].tolist() for ids, mask in zip(group, masks, strict=True)]
         engine.sampling_params = support
-        for tokens, group in zip(prefixes, groups, strict=True) if stops else ():  # a string may begin in a prefix
+        for tokens, group in zip(prefixes, groups, strict=True) if stops else ():  # a stop string may begin in a prefix
             start = max(len(tokens), support.min_tokens - 1)
             group[:] = [ids[: stops.end(ids, start) or len(ids)] for ids in group]
         return groups
@@ -363,7 +366,7 @@ class LanguageBackend(Backend):
 
 
 def _verify_policy(lm: LanguageModel, config: Config, fused: bool = False) -> tuple[str, ...]:
-    """Prove the forward passes; say it where prompts cannot be shared though they were asked to be."""
+    """Verify the forward passes; return a note if the architecture does not support share_prompts."""
     longest, share = config.task.max_prompt + config.task.max_response_tokens, config.policy.share_prompts
     sampled = config.algorithm.loss.trains == "policy" and config.task.data == "samples"
     why = verify_model(lm, longest, share, sampled, fused)
@@ -375,7 +378,7 @@ def _verify_policy(lm: LanguageModel, config: Config, fused: bool = False) -> tu
 
 
 def check_engine(config: Config) -> None:
-    """Refuse what a serving engine cannot do, or cannot say what it did."""
+    """Raise ConfigError for settings that a serving engine does not support or report."""
     engine, adapter = f"--engine {config.policy.engine}", get_adapter(config.policy.engine)
     if config.policy.engine_key_env or config.policy.engine_key_file:
         read_key(config.policy.engine_key_env, config.policy.engine_key_file, "--engine.")
@@ -390,23 +393,24 @@ def check_engine(config: Config) -> None:
 
 
 def check_temperature(config: Config) -> None:
-    engine, coldest = config.policy.engine, get_adapter(config.policy.engine).min_temperature
-    if config.temperature < coldest:
+    """Raise ConfigError if the temperature is below the minimum of the serving engine."""
+    engine, min_temperature = config.policy.engine, get_adapter(config.policy.engine).min_temperature
+    if config.temperature < min_temperature:
         raise ConfigError(
-            f"--temperature {config.temperature:g} with --engine {engine}: it draws from another distribution below "
-            f"{coldest:g}. Set {coldest:g} or more, or --engine local"
+            f"--temperature {config.temperature:g} with --engine {engine}: it samples from another distribution below "
+            f"{min_temperature:g}. Set {min_temperature:g} or more, or --engine local"
         )
 
 
 def _in_float32_on_cpu(policy: Any) -> Any:
-    """The policy for inference: on a CPU half precision is slow, and float32 holds the same parameters."""
+    """Return the policy in float32 if it runs on a CPU, where half precision is slow; the parameters are the same."""
     if policy.dtype == "auto" or policy.model in PYTHON_MODELS or pick_device(policy.device).type != "cpu":
         return policy
     return replace(policy, optimizer_state="auto", dtype="float32")
 
 
 def _load_with_params(policy: Any, seed: int, params: Params | None) -> LanguageModel:
-    """The model of a policy with these parameters, or with its first ones."""
+    """Load the model of a policy with these parameters, or with its initial ones."""
     lm = policy.load(seed)
     if params is not None:
         load_params(lm.trained(), params)
@@ -414,7 +418,7 @@ def _load_with_params(policy: Any, seed: int, params: Params | None) -> Language
 
 
 def _load_new_or_resumed(config: Config, fresh: bool) -> tuple[LanguageModel, tuple[str, ...]]:
-    """The model in its precision, and a note where a new run would have taken float16 if the model had allowed it."""
+    """Load the model for training; return it with a note if a new run cannot use the default float16."""
     policy = config.policy
     if not fresh or float16_obstacle(config) is not None:
         return policy.load(config.seed, keep_full_precision=True), ()
@@ -429,19 +433,19 @@ def _load_new_or_resumed(config: Config, fresh: bool) -> tuple[LanguageModel, tu
 
 
 def sharding_obstacle(config: Config) -> str | None:
-    """Why a run cannot be trained in shards, where it cannot."""
+    """Return why a run cannot be sharded with FSDP2, or None if it can."""
     update = config.algorithm.update
     if update.full_batch:
         return f"--update {name_of(update)}: FSDP2 does not differentiate twice, as Fisher products do"
     if config.policy.dtype == "float16":
-        return "--policy.dtype float16: its gradients were never summed over shards"
+        return "--policy.dtype float16: float16 gradients are not supported with FSDP2"
     if config.policy.bits:
-        return "--policy.bits 4: FSDP2 gathers parameters that it can add up, and packed ones it cannot"
+        return "--policy.bits 4: FSDP2 does not support packed 4-bit parameters"
     return None
 
 
 def shards_state(config: Config, lm: LanguageModel, ranks: Ranks) -> bool:
-    """Is the trained state spread over the ranks? By itself only where a GPU could not hold all of it."""
+    """Return whether the trained state is sharded over ranks; by default only if it does not fit one GPU."""
     if ranks is SINGLE_PROCESS or config.ranks.shard == "replicate":
         return False
     if config.ranks.shard == "shard":
@@ -452,15 +456,15 @@ def shards_state(config: Config, lm: LanguageModel, ranks: Ranks) -> bool:
 
 
 def uses_bfloat16_state(config: Config, lm: LanguageModel, critic: Any, ranks: Ranks) -> bool:
-    """Are gradients and moments in bfloat16? By itself only where float32 would leave a GPU nothing to work with."""
-    asked, adam = config.policy.optimizer_state, isinstance(config.algorithm.update, Adam)
-    able = adam and ranks.world_size == 1 and any(p.dtype == torch.bfloat16 for p in lm.trained().values())
-    if asked == "bfloat16" and not able:
+    """Return whether gradients and moments are in bfloat16; by default only if float32 leaves too little GPU memory."""
+    requested, adam = config.policy.optimizer_state, isinstance(config.algorithm.update, Adam)
+    supported = adam and ranks.world_size == 1 and any(p.dtype == torch.bfloat16 for p in lm.trained().values())
+    if requested == "bfloat16" and not supported:
         raise ConfigError(
             f"--policy.optimizer-state bfloat16 is for parameters in bfloat16, and on {lm.device} they are in "
             f"{str(lm.model.dtype).removeprefix('torch.')}: set --policy.dtype bfloat16, or leave it out"
         )
-    if asked != "auto" or not able or lm.device.type != "cuda":
-        return able and asked == "bfloat16"
+    if requested != "auto" or not supported or lm.device.type != "cuda":
+        return supported and requested == "bfloat16"
     taken = static_bytes(lm, config.algorithm.reference.enabled, critic)
     return taken > COMPACT_THRESHOLD * lm.gpu_memory

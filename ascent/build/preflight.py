@@ -1,4 +1,4 @@
-"""What is said before a run begins: batch sizes, memory, the reward, a first sample, and how long a step will take."""
+"""Pre-flight report of a run: batch sizes, memory, a test of the reward, a first sample, the duration of a step."""
 
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,13 @@ def describe_batch_sizes(config: Config) -> list[str]:
 
 
 EXACT_PARTS = ("parameters", "gradients", "Adam", "reference", "critic")
-"""What a run needs whatever its batches are: known exactly, where the rest is an estimate."""
+"""Parts of the memory that do not depend on batches and are known exactly; the others are estimates."""
 
 
 def memory_bytes(config: Config, learner: LanguageLearner, rows: int) -> dict[str, int]:
-    """Bytes that a run takes, by what takes them.
+    """Estimate the memory of a run in bytes, by part.
 
-    `rows`: the responses that the sampler decodes at once; 0 where nothing is sampled.
+    `rows`: number of sequences that the engine decodes at once; 0 if nothing is sampled.
     """
     lm = learner.whole_lm
     model, kept = lm.config, config.algorithm.reference.enabled
@@ -76,7 +76,7 @@ def memory_bytes(config: Config, learner: LanguageLearner, rows: int) -> dict[st
 
 
 def report_memory(config: Config, learner: LanguageLearner, rows: int, report: PreflightReport) -> None:
-    """What the run takes of what is there; the model that is loaded already counts on both sides."""
+    """Report required and available memory; both include the loaded model."""
     device, parts = learner.lm.device, memory_bytes(config, learner, rows)
     total, sure = sum(parts.values()), sum(parts[name] for name in EXACT_PARTS)
     try:
@@ -116,21 +116,21 @@ def report_memory(config: Config, learner: LanguageLearner, rows: int, report: P
 
 
 def precision_line(learner: LanguageLearner) -> str:
-    """What the model is computed in, as it was asked for or chosen."""
+    """Describe the precision of the model."""
     model = learner.lm.model
     precision = "mixed precision" if is_mixed_precision(model) else str(model.dtype).removeprefix("torch.")
     return f"           computed in {precision} (--policy.dtype)"
 
 
 def _smaller(config: Config) -> str:
-    """What a run may set to need less, if there is anything left."""
+    """Return advice on settings that need less memory, if there are any."""
     if config.policy.bits:
         return ""
     return ", or --policy.bits 4" if config.policy.lora else ", or --policy.lora 16"
 
 
 def report_update(config: Config, learner: LanguageLearner, report: PreflightReport) -> None:
-    """What an update computes and how it is cut, if every prompt and response is as long as it may be."""
+    """Report the cost and the micro-batches of an update with prompts and responses of maximum length."""
     plan, task, lm = learner.plan, config.task, learner.whole_lm
     prompts, samples = -(-config.prompts // config.minibatches), config.samples
     every, attention = update_operations(
@@ -170,7 +170,7 @@ def report_reward(test: Any, report: PreflightReport) -> None:
 
 
 def report_sample(config: Config, task: Any, probe: LocalEngine, report: PreflightReport) -> trial_timings.TimedCall:
-    """A few groups as a step would draw them, from random streams of their own; and how long that took."""
+    """Sample a few groups with separate random streams, report on them, and return the timing."""
     prompts = task.draw(min(4, config.prompts), torch.Generator().manual_seed(config.seed + 3_000_017))
     rollouts, call = trial_timings.time_generation(probe, prompts, config.samples)
     batch, errors = score_rollouts(task, rollouts)
@@ -200,7 +200,7 @@ def report_sample(config: Config, task: Any, probe: LocalEngine, report: Preflig
 
 
 def report_episodes(batch: Batch, task: Any, report: PreflightReport) -> None:
-    """What was seen of the conversations that were played: turns, calls, and how long environments took."""
+    """Report turns, tool calls and environment times of the sampled conversations."""
     assert batch.turn is not None and batch.measures is not None and batch.environment_seconds is not None
     sums = dict(zip(batch.measure_names, batch.measures.sum((0, 1)).tolist(), strict=True))
     turns = torch.where(batch.mask, batch.turn + 1, 0).amax(-1)
@@ -234,7 +234,7 @@ def report_step_time(
     sample: trial_timings.TimedCall,
     report: PreflightReport,
 ) -> None:
-    """How long a step takes, by short trials: with responses as in the sample, and with all of them at the limit."""
+    """Estimate the duration of a step from short trials, for responses as in the sample and of maximum length."""
     prompts, samples, limits = config.prompts, config.samples, config.task
     rows = min(probe.rows, prompts * samples)
     drawn = task.draw(-(-rows // samples), torch.Generator().manual_seed(config.seed + 3_000_017))

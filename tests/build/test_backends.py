@@ -125,7 +125,7 @@ def test_a_policy_of_no_backend_is_refused() -> None:
 
 
 def test_a_task_of_another_kind_is_refused(tiny_folder: Path) -> None:
-    with pytest.raises(ConfigError, match="no words to read"):
+    with pytest.raises(ConfigError, match="its prompts are not text"):
         assemble(configure("sort", {"policy": "causal-lm", "model": str(tiny_folder)}))
     with pytest.raises(ConfigError, match="needs a language model"):
         assemble(configure("countdown", {"policy": "transformer"}))

@@ -55,7 +55,7 @@ class Two(Ranks):
         ),
         (
             {"policy.dtype": "float16"},
-            "--ranks.shard shard with --policy.dtype float16: its gradients were never summed over shards. Set "
+            "--ranks.shard shard with --policy.dtype float16: float16 gradients are not supported with FSDP2. Set "
             "replicate, or leave it out",
         ),
     ],
@@ -71,7 +71,7 @@ def test_what_cannot_be_trained_in_shards_is_refused(settings: dict[str, Any], m
 
 def test_a_serving_engine_is_refused_under_torchrun() -> None:
     config = config_of(engine="vllm", **{"engine.url": (URL,)})
-    with pytest.raises(ConfigError, match=r"^--engine vllm under torchrun was never tried: set --engine local$"):
+    with pytest.raises(ConfigError, match=r"^--engine vllm is not supported under torchrun: set --engine local$"):
         backend_of(config).check_ranks(config, 2)
     backend_of(config).check_ranks(config, 0)
     backend_of(config).check_ranks(config_of(), 2)

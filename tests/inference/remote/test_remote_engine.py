@@ -878,9 +878,9 @@ def test_engines_that_cannot_be_are_refused(words: str) -> None:
         ({"top_p": 0.9}, "does not report the kept mass"),
         ({"top_k": 3}, "does not report the kept mass"),
         ({"min_tokens": 2}, "does not report the kept mass"),
-        ({"temperature": 0.005}, "draws from another distribution below 0.01"),
+        ({"temperature": 0.005}, "samples from another distribution below 0.01"),
         ({"engine": "sglang", "top_p": 0.9}, "does not request the kept mass"),
-        ({"engine": "sglang", "temperature": 1e-7}, "draws from another distribution below 1e-06"),
+        ({"engine": "sglang", "temperature": 1e-7}, "samples from another distribution below 1e-06"),
     ],
 )
 def test_what_a_serving_engine_cannot_do_is_refused_before_any_work(more: dict[str, Any], words: str) -> None:
