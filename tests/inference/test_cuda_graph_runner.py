@@ -1,7 +1,7 @@
-"""Decoding on graphs: the same responses as the other decoders, from static buffers and fused matrices.
+"""The CUDA graph runner generates the same responses as the other runners, from static buffers and merged weights.
 
-On a CPU the whole decoder runs without graphs and with the formulas that the kernels stand for. The kernels
-themselves are compared with the formulas on a GPU, or by Triton's interpreter: TRITON_INTERPRET=1 (numpy below 2.4).
+On a CPU it runs without graphs, and with the reference operators instead of Triton kernels. The kernels are compared
+with the reference operators on a GPU, or by Triton's interpreter: TRITON_INTERPRET=1 (numpy below 2.4).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ascent.training.language_learner import LanguageLearner
 from tests.cases import mostly_smokes
 from tests.language import batch_of, model_of, prompts_of, sampler_of
 
-LIKE = ("Llama", "Qwen2", "Qwen3", "Mistral")
+LLAMA_LIKE = ("Llama", "Qwen2", "Qwen3", "Mistral")
 
 
 def decoder_of(lm: LanguageModel) -> CudaGraphRunner:
@@ -58,18 +58,18 @@ def same(got: Rollouts, want: Rollouts, bound: float = 5e-6) -> None:
         assert (got.kept_mass - want.kept_mass)[got.mask].abs().max() < bound
 
 
-# ---- the whole decoder ----------------------------------------------------------------------------
+# ---- the whole runner ----------------------------------------------------------------------------
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", LIKE)
+@pytest.mark.parametrize("kind", LLAMA_LIKE)
 @pytest.mark.parametrize("other", [PagedRunner, EagerRunner])
-def test_it_draws_what_the_others_draw(kind: str, other: Any) -> None:
+def test_it_samples_the_same_tokens_as_the_other_runners(kind: str, other: Any) -> None:
     lm = model_of(kind)
     same(drawn_by(decoder_of(lm), lm, rows=5), drawn_by(other, lm, rows=5))
 
 
-def test_biases_and_a_head_of_its_own() -> None:
+def test_biases_and_an_untied_head() -> None:
     lm = model_of("Llama", attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
     with torch.no_grad():
         for name, p in lm.model.named_parameters():
@@ -86,25 +86,27 @@ def test_biases_and_a_head_of_its_own() -> None:
         *((1, 8), (2, 1), (3, 3), (3, 8), (5, 1), (5, 8), (12, 3), (64, 8)),
     ),
 )
-def test_neither_rows_nor_rounds_change_a_response(rows: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lanes are given away and left idle at other times; every response is the one that it would be alone."""
+def test_batch_size_and_steps_per_launch_do_not_change_a_response(
+    rows: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batch indices are reused at different steps; every response is the same as if it were generated alone."""
     lm = model_of()
     want = drawn_by(PagedRunner, lm, rows=64)
-    assert len(want.mask.sum(-1).unique()) > 3, "lengths have to differ for lanes to be given away"
+    assert len(want.mask.sum(-1).unique()) > 3, "lengths have to differ for batch indices to be reused"
     monkeypatch.setattr(decode_loop, "STEPS_PER_LAUNCH", steps)
     same(drawn_by(decoder_of(lm), lm, rows=rows), want)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"temperature": 0.6}, {"greedy": True}])
-def test_every_way_to_draw(cut: dict[str, Any]) -> None:
+def test_every_sampling_parameter(cut: dict[str, Any]) -> None:
     lm = model_of()
     same(drawn_by(decoder_of(lm), lm, **cut), drawn_by(PagedRunner, lm, **cut))
 
 
 @pytest.mark.long
-def test_one_decoder_serves_calls_of_any_size() -> None:
-    """Longer, shorter, with other ends and temperatures: buffers grow, and nothing of the call before is left."""
+def test_one_runner_serves_calls_of_any_size() -> None:
+    """Longer, shorter, with other stop tokens and temperatures: buffers grow, and no state of a call is left."""
     lm = model_of()
     decoder = decoder_of(lm)
     ends = lm.stop_token_ids
@@ -137,7 +139,7 @@ def test_log_probs_agree_with_a_training_forward() -> None:
 # ---- which architectures --------------------------------------------------------------------------
 
 
-def restless(kind: str, **more: Any) -> Any:
+def model_with_random_norms(kind: str, **more: Any) -> Any:
     """A model in float32 whose norms have weights that differ."""
     lm = model_of(kind, dtype=torch.float32, **more)
     generator = torch.Generator().manual_seed(5)
@@ -148,26 +150,26 @@ def restless(kind: str, **more: Any) -> Any:
     return lm
 
 
-WIDE_BLOCK_SIZE = {"sliding_window": 64}
-"""A window that these texts do not pass."""
-PACKED = {"num_key_value_heads": 1, "head_dim": 16, "num_attention_heads": 2}
+SLIDING_WINDOW = {"sliding_window": 64}
+"""A window that is longer than these texts."""
+ONE_KV_HEAD = {"num_key_value_heads": 1, "head_dim": 16, "num_attention_heads": 2}
 
 
 KINDS = [
     ("Phi3", {}),
     ("Olmo2", {}),
     ("Gemma", {}),
-    ("Gemma", PACKED),
-    ("Gemma3Text", WIDE_BLOCK_SIZE),
+    ("Gemma", ONE_KV_HEAD),
+    ("Gemma3Text", SLIDING_WINDOW),
     ("Gemma3", {}),
-    ("Qwen3", WIDE_BLOCK_SIZE),
+    ("Qwen3", SLIDING_WINDOW),
 ]
 
 
 @pytest.mark.parametrize(("kind", "more"), KINDS, ids=str)
-def test_more_kinds_of_models_draw_what_the_model_itself_draws(kind: str, more: dict[str, Any]) -> None:
-    """And with the log-probs of its plain forward pass, one unpadded sequence at a time."""
-    lm = restless(kind, **more)
+def test_more_architectures_sample_the_same_tokens_as_the_model_itself(kind: str, more: dict[str, Any]) -> None:
+    """And the log-probs equal those of its forward pass on one unpadded sequence at a time."""
+    lm = model_with_random_norms(kind, **more)
     rollouts = drawn_by(decoder_of(lm), lm, rows=5)
     same(rollouts, drawn_by(EagerRunner, lm, rows=5), 1e-4)
     for prompt, responses, masks, logps in zip(
@@ -208,24 +210,24 @@ def test_the_rounding_of_a_norm_is_that_of_its_kind() -> None:
         ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
     ],
 )
-def test_what_is_not_like_llama_is_told_apart(kind: str, more: dict[str, Any], why: str) -> None:
+def test_unsupported_architectures_are_detected(kind: str, more: dict[str, Any], why: str) -> None:
     decoder, found = cuda_graph_runner(model_of(kind, **more))
     assert decoder is None
     assert why in str(found)
 
 
-def test_quantized_matrices_are_told_apart() -> None:
+def test_unsupported_quantization_is_detected() -> None:
     lm = model_of()
     layer = lm.model.get_decoder().layers[1].mlp
     layer.up_proj = type("Quantized", (torch.nn.Linear,), {})(32, 48, bias=False).double()
     assert "its matrices are quantized in another way than by --policy.bits" in str(cuda_graph_runner(lm)[1])
 
 
-# ---- fused matrices are the model's own -----------------------------------------------------------
+# ---- merged weights share memory with the model -----------------------------------------------------------
 
 
-def test_a_step_of_the_learner_reaches_the_fused_matrices() -> None:
-    """The parameters are the same objects in other memory; nothing is copied when they change."""
+def test_an_optimizer_step_changes_the_merged_weights() -> None:
+    """The parameters are the same objects at other addresses; nothing is copied when they change."""
     lm = model_of("Qwen2")
     before = {name: p.detach().clone() for name, p in lm.model.named_parameters()}
     objects = {name: id(p) for name, p in lm.model.named_parameters()}
@@ -248,7 +250,7 @@ def test_a_step_of_the_learner_reaches_the_fused_matrices() -> None:
     assert DecoderModel.of(lm.model).addresses() != net.addresses()
 
 
-def test_a_model_with_fused_matrices_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_a_model_with_merged_weights_is_saved_and_loaded(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
 
@@ -262,7 +264,7 @@ def test_a_model_with_fused_matrices_is_saved_and_loaded(tmp_path: Path) -> None
     assert all(torch.equal(p, want[name]) for name, p in load_file(tmp_path / "params.safetensors").items())
 
 
-def test_a_half_with_biases_is_not_joined() -> None:
+def test_linear_layers_with_and_without_bias_are_not_merged() -> None:
     lm = model_of()
     attention = lm.model.get_decoder().layers[0].self_attn
     attention.q_proj.bias = torch.nn.Parameter(torch.zeros(32, dtype=torch.float64))
@@ -270,43 +272,46 @@ def test_a_half_with_biases_is_not_joined() -> None:
         DecoderModel.of(lm.model)
 
 
-# ---- the formulas ---------------------------------------------------------------------------------
+# ---- the reference operators ---------------------------------------------------------------------------------
 
 
-def busy(dtype: torch.dtype = torch.float64, device: str = "cpu", channel: int = 16) -> DecodeState:
-    """Six lanes at all sorts of lengths, on prompts of 0, 70 and 33 keys, on pages anywhere; the last has finished."""
-    made = DecodeState.allocate(1, 2, channel, 6, 40, 4, 100, torch.zeros((), dtype=dtype, device=device))
+def filled_state(dtype: torch.dtype = torch.float64, device: str = "cpu", head_dim: int = 16) -> DecodeState:
+    """Return the state of six sequences of various lengths, with prompts of 0, 70 and 33 keys on scattered blocks.
+
+    The last sequence has finished.
+    """
+    state = DecodeState.allocate(1, 2, head_dim, 6, 40, 4, 100, torch.zeros((), dtype=dtype, device=device))
     generator = torch.Generator().manual_seed(1)
-    for cache in made.cache.layers[0]:
+    for cache in state.cache.layers[0]:
         cache.copy_(torch.randn(cache.shape, generator=generator, dtype=torch.float64))
     known, length = [0, 70, 33, 0, 70, 33], [0, 0, 5, 64, 99, 70]
-    made.state[:, :6] = torch.tensor([known, length, [1] * 6, [11, 22, 33, 44, 55, 2**61], [0] * 5 + [71], [0] * 6])
+    state.state[:, :6] = torch.tensor([known, length, [1] * 6, [11, 22, 33, 44, 55, 2**61], [0] * 5 + [71], [0] * 6])
     pages = torch.randperm(40, generator=generator).tolist()
     prompts = {keys: [pages.pop() for _ in range(-(-keys // BLOCK_SIZE))] for keys in (0, 70, 33)}
-    for lane in range(6):
-        own = [pages.pop() for _ in range(length[lane] // BLOCK_SIZE + 1)]
-        table = [*prompts[known[lane]], *own]
-        made.block_tables[lane, : len(table)] = torch.tensor(table, dtype=torch.int32)
-    made.batch_indices.copy_(torch.tensor([3, 1, 2, 0, 4, 5]))
-    return made
+    for batch_index in range(6):
+        own = [pages.pop() for _ in range(length[batch_index] // BLOCK_SIZE + 1)]
+        table = [*prompts[known[batch_index]], *own]
+        state.block_tables[batch_index, : len(table)] = torch.tensor(table, dtype=torch.int32)
+    state.batch_indices.copy_(torch.tensor([3, 1, 2, 0, 4, 5]))
+    return state
 
 
-def held(board: DecodeState, lane: int) -> list[tuple[Tensor, Tensor]]:
-    """By head, the keys and values that a lane sees, but for its newest token's."""
-    known, length = board.state[:2, lane].tolist()
+def cached_keys_values(state: DecodeState, batch_index: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the cached keys and values of a sequence, by head."""
+    known, length = state.state[:2, batch_index].tolist()
     before = -(-known // BLOCK_SIZE)
-    table = board.block_tables[lane].tolist()
+    table = state.block_tables[batch_index].tolist()
     places = [(table[n // BLOCK_SIZE], n % BLOCK_SIZE) for n in range(known)]
     places += [(table[before + n // BLOCK_SIZE], n % BLOCK_SIZE) for n in range(length)]
     pages, offsets = [p for p, _ in places], [o for _, o in places]
-    return [tuple(x[pages, head, offsets] for x in board.cache.layers[0]) for head in range(2)]  # type: ignore[misc]
+    return [tuple(x[pages, head, offsets] for x in state.cache.layers[0]) for head in range(2)]  # type: ignore[misc]
 
 
-def random_turn(
-    dtype: torch.dtype, device: str, normed: bool, channel: int = 16, add: float | None = None
+def random_attention_params(
+    dtype: torch.dtype, device: str, normed: bool, head_dim: int = 16, add: float | None = None
 ) -> AttentionParams:
-    angle = torch.rand(200, channel // 2, dtype=torch.float64).repeat(1, 2) * 6
-    weights = [(torch.rand(channel, dtype=torch.float64) + 0.5).to(device, dtype) for _ in range(2)]
+    angle = torch.rand(200, head_dim // 2, dtype=torch.float64).repeat(1, 2) * 6
+    weights = [(torch.rand(head_dim, dtype=torch.float64) + 0.5).to(device, dtype) for _ in range(2)]
     norms = (NormParams(weights[0], 1e-6, add), NormParams(weights[1], 1e-6, add)) if normed else None
     return AttentionParams(angle.cos().to(device, dtype), angle.sin().to(device, dtype), norms, 0.3)
 
@@ -314,65 +319,70 @@ def random_turn(
 @pytest.mark.parametrize("normed", [False, True])
 def test_attention_is_the_softmax_over_prompt_and_own_keys(normed: bool) -> None:
     torch.manual_seed(0)
-    made, turn, qkv = busy(), random_turn(torch.float64, "cpu", normed), torch.randn(6, 8 * 16, dtype=torch.float64)
-    out = decode_ops.paged_attention(qkv, turn, made, 0)
-    for row, lane in enumerate(made.batch_indices.tolist()):
-        known, length = made.state[:2, lane].tolist()
+    state, attention, qkv = (
+        filled_state(),
+        random_attention_params(torch.float64, "cpu", normed),
+        torch.randn(6, 8 * 16, dtype=torch.float64),
+    )
+    out = decode_ops.paged_attention(qkv, attention, state, 0)
+    for row, batch_index in enumerate(state.batch_indices.tolist()):
+        known, length = state.state[:2, batch_index].tolist()
         for head in range(4):
             q, k, v = (qkv[row].view(8, 16)[i] for i in (head, 4 + head // 2, 6 + head // 2))
-            if turn.qk_norms is not None:
-                pairs = zip((q, k), turn.qk_norms, strict=True)
+            if attention.qk_norms is not None:
+                pairs = zip((q, k), attention.qk_norms, strict=True)
                 q, k = (norm.weight * x / (x.pow(2).mean() + 1e-6).sqrt() for x, norm in pairs)
-            angle_cos, angle_sin = turn.cos[known + length, :8], turn.sin[known + length, :8]
+            angle_cos, angle_sin = attention.cos[known + length, :8], attention.sin[known + length, :8]
             q, k = (
                 torch.cat([x[:8] * angle_cos - x[8:] * angle_sin, x[8:] * angle_cos + x[:8] * angle_sin])
                 for x in (q, k)
             )
             keys, values = (
-                torch.cat([x, new[None]]) for x, new in zip(held(made, lane)[head // 2], (k, v), strict=True)
+                torch.cat([x, new[None]])
+                for x, new in zip(cached_keys_values(state, batch_index)[head // 2], (k, v), strict=True)
             )
             want = torch.softmax(0.3 * keys @ q, 0) @ values
             assert (out[row].view(4, 16)[head] - want).abs().max() < 1e-12
-            page = made.block_tables[lane, -(-known // BLOCK_SIZE) + length // BLOCK_SIZE]
-            assert torch.allclose(made.cache.layers[0][0][page, head // 2, length % BLOCK_SIZE], k)
+            page = state.block_tables[batch_index, -(-known // BLOCK_SIZE) + length // BLOCK_SIZE]
+            assert torch.allclose(state.cache.layers[0][0][page, head // 2, length % BLOCK_SIZE], k)
 
 
-def test_a_draw_is_that_of_draw_tokens_and_moves_the_state() -> None:
-    made = busy()
+def test_sampling_equals_sample_tokens_and_advances_the_state() -> None:
+    state = filled_state()
     torch.manual_seed(0)
     logits = torch.randn(6, 700, dtype=torch.float64) * 3
-    made.temperature.fill_(0.7)
-    before = made.state.clone()
-    u = uniform_from_seed(before[3, made.batch_indices], before[1, made.batch_indices])
+    state.temperature.fill_(0.7)
+    before = state.state.clone()
+    u = uniform_from_seed(before[3, state.batch_indices], before[1, state.batch_indices])
     token, logp, _ = sample_tokens(logits / 0.7, 1.0, SamplingParams(), u)
-    made.stop_tokens[0] = token[
+    state.stop_tokens[0] = token[
         1
-    ]  # the response in lane 1 ends here, that in lane 4 is at the limit, that in 5 was over
-    decode_ops.sample_next_tokens(logits, made, SamplingParams(), False)
-    for row, lane in enumerate([3, 1, 2, 0, 4]):
-        t = int(before[RESPONSE_LENGTH, lane])
-        assert made.tokens[lane, t] == token[row]
-        assert abs(float(made.logp[lane, t] - logp[row])) < 1e-6
-    assert made.state[RESPONSE_LENGTH].tolist() == [1, 0, 6, 65, 99, 70, 0]
-    assert made.state[FINISHED_LENGTH].tolist() == [0, 1, 0, 0, 100, 71, 1]
-    assert torch.equal(made.tokens[5], torch.zeros_like(made.tokens[5]))
-    assert torch.equal(made.state[:, 5], before[:, 5])
+    ]  # the response in batch_index 1 ends here, that in batch_index 4 is at the limit, that in 5 was over
+    decode_ops.sample_next_tokens(logits, state, SamplingParams(), False)
+    for row, batch_index in enumerate([3, 1, 2, 0, 4]):
+        t = int(before[RESPONSE_LENGTH, batch_index])
+        assert state.tokens[batch_index, t] == token[row]
+        assert abs(float(state.logp[batch_index, t] - logp[row])) < 1e-6
+    assert state.state[RESPONSE_LENGTH].tolist() == [1, 0, 6, 65, 99, 70, 0]
+    assert state.state[FINISHED_LENGTH].tolist() == [0, 1, 0, 0, 100, 71, 1]
+    assert torch.equal(state.tokens[5], torch.zeros_like(state.tokens[5]))
+    assert torch.equal(state.state[:, 5], before[:, 5])
 
 
-def test_tokens_that_are_given_are_fed_and_not_drawn() -> None:
-    """Nothing is written of them, not even an end token ends the response; behind them it is drawn again."""
-    made = busy()
+def test_observation_tokens_are_fed_and_not_sampled() -> None:
+    """They get no log-prob, and even an end token among them does not end the response; then sampling continues."""
+    state = filled_state()
     torch.manual_seed(0)
-    made.state[FORCED_LENGTH, 2], made.tokens[2, 5:7], made.stop_tokens[0] = 7, torch.tensor([9, 8]), 9
+    state.state[FORCED_LENGTH, 2], state.tokens[2, 5:7], state.stop_tokens[0] = 7, torch.tensor([9, 8]), 9
     for t, given in ((5, 9), (6, 8)):
-        assert made.state[RESPONSE_LENGTH, 2] == t
-        decode_ops.sample_next_tokens(torch.randn(6, 30, dtype=torch.float64), made, SamplingParams(), False)
-        assert (made.state[LAST_TOKEN, 2], made.state[FINISHED_LENGTH, 2], made.logp[2, t]) == (given, 0, 0)
-    decode_ops.sample_next_tokens(torch.randn(6, 30, dtype=torch.float64), made, SamplingParams(), False)
-    assert made.logp[2, 7] < 0
+        assert state.state[RESPONSE_LENGTH, 2] == t
+        decode_ops.sample_next_tokens(torch.randn(6, 30, dtype=torch.float64), state, SamplingParams(), False)
+        assert (state.state[LAST_TOKEN, 2], state.state[FINISHED_LENGTH, 2], state.logp[2, t]) == (given, 0, 0)
+    decode_ops.sample_next_tokens(torch.randn(6, 30, dtype=torch.float64), state, SamplingParams(), False)
+    assert state.logp[2, 7] < 0
 
 
-# ---- the kernels ----------------------------------------------------------------------------------
+# ---- the Triton kernels ----------------------------------------------------------------------------------
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(
@@ -389,7 +399,7 @@ def near(got: Tensor, want: Tensor) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("dtype", TYPES)
-def test_the_kernels_of_a_layer_compute_their_formulas(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_of_a_layer_equal_the_reference(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     from ascent.ops import triton_decoding as kernels
     from ascent.ops import triton_paged_attention
 
@@ -421,17 +431,20 @@ def test_the_kernels_of_a_layer_compute_their_formulas(dtype: torch.dtype, monke
                     kernels.gated_activation(whole.clone(), own, ranks, gelu),
                     decode_ops.gated_activation(whole.clone(), own, ranks, gelu),
                 )
-    for normed, repeat, add, channel in (
+    for normed, repeat, add, head_dim in (
         (False, 3, None, 32), (True, 1, None, 32), (True, 6, 0.0, 32), (True, 2, 1.0, 32), (False, 3, None, 96),
         (True, 2, 0.0, 24), (False, 1, None, 8),
     ):  # fmt: skip
         monkeypatch.setattr(triton_paged_attention, "MANY_PROGRAMS", 1 if repeat > 2 else 1000)
         for cut in (None, (BLOCK_SIZE, 99), (2 * BLOCK_SIZE, 99), (BLOCK_SIZE, 2)):
-            mine, plain = busy(dtype, DEVICE, channel), busy(dtype, DEVICE, channel)
+            mine, plain = filled_state(dtype, DEVICE, head_dim), filled_state(dtype, DEVICE, head_dim)
             parts = None if cut is None else triton_paged_attention.split_long_rows(mine, 6, *cut)
-            turn = random_turn(dtype, DEVICE, normed, channel, add)
-            qkv = torch.randn(6, (2 * repeat + 4) * channel + 16).to(DEVICE, dtype)[:, :-16]
-            near(kernels.paged_attention(qkv, turn, mine, 0, parts), decode_ops.paged_attention(qkv, turn, plain, 0))
+            attention = random_attention_params(dtype, DEVICE, normed, head_dim, add)
+            qkv = torch.randn(6, (2 * repeat + 4) * head_dim + 16).to(DEVICE, dtype)[:, :-16]
+            near(
+                kernels.paged_attention(qkv, attention, mine, 0, parts),
+                decode_ops.paged_attention(qkv, attention, plain, 0),
+            )
             assert not mine.finished_splits.any()
             for got, want in zip(mine.cache.layers[0], plain.cache.layers[0], strict=True):
                 near(got, want)
@@ -442,28 +455,31 @@ def test_the_kernels_of_a_layer_compute_their_formulas(dtype: torch.dtype, monke
     ("least", "spread"), [(BLOCK_SIZE, 1000), (2 * BLOCK_SIZE, 24), (4 * BLOCK_SIZE, 3), (BLOCK_SIZE, 1)]
 )
 @pytest.mark.parametrize("rows", [1, 5, 24])
-def test_the_parts_of_rows_cover_them_once_and_the_longest_come_first(rows: int, least: int, spread: int) -> None:
+def test_splits_cover_each_row_once_and_the_longest_come_first(rows: int, least: int, spread: int) -> None:
     from ascent.ops.triton_paged_attention import split_long_rows
 
-    board, generator = (
+    state, generator = (
         DecodeState.allocate(1, 2, 16, 30, 1, 40, 2500, torch.zeros((), device=DEVICE)),
         torch.Generator(),
     )
     known, length = torch.randint(300, (31,), generator=generator), torch.randint(2000, (31,), generator=generator)
     known[3], length[3], known[4], length[5] = 0, 0, 128, 0
-    board.state[0], board.state[RESPONSE_LENGTH] = known.to(DEVICE), length.to(DEVICE)
-    lanes = torch.randperm(30, generator=generator)
-    board.batch_indices.copy_(lanes)
-    parts = split_long_rows(board, rows, least, spread).tolist()
+    state.state[0], state.state[RESPONSE_LENGTH] = known.to(DEVICE), length.to(DEVICE)
+    batch_indices = torch.randperm(30, generator=generator)
+    state.batch_indices.copy_(batch_indices)
+    parts = split_long_rows(state, rows, least, spread).tolist()
     there = [part for part in parts if part[0] >= 0]
     assert len(parts) <= rows + spread and parts[: len(there)] == there
     sizes = {part[7] for part in there}
     assert len(sizes) == 1 and min(sizes) >= least and min(sizes) % BLOCK_SIZE == 0
-    ends = [-(-int(known[lane]) // BLOCK_SIZE) * BLOCK_SIZE + int(length[lane]) for lane in lanes[:rows]]
+    ends = [
+        -(-int(known[batch_index]) // BLOCK_SIZE) * BLOCK_SIZE + int(length[batch_index])
+        for batch_index in batch_indices[:rows]
+    ]
     before, found = 0, sorted(there, key=lambda part: (part[0], part[4]))
     for row, end in enumerate(ends):
         count = max(1, -(-end // min(sizes)))
-        about = [row, int(lanes[row]), int(known[lanes[row]]), int(length[lanes[row]])]
+        about = [row, int(batch_indices[row]), int(known[batch_indices[row]]), int(length[batch_indices[row]])]
         assert [p for p in found if p[0] == row] == [[*about, i, count, before, min(sizes)] for i in range(count)]
         before += count
     assert [part[4] + 1 == part[5] for part in there] == [False] * (before - rows) + [True] * rows
@@ -472,8 +488,8 @@ def test_the_parts_of_rows_cover_them_once_and_the_longest_come_first(rows: int,
 
 
 @needs_triton
-def test_rows_in_parts_draw_what_whole_rows_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole decoder: rows are split again in every step, and once more for rows that enter later."""
+def test_split_kv_does_not_change_the_sampled_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole runner: rows are split again in every step, and again for sequences that start later."""
     from ascent.ops import triton_decoding as kernels
     from ascent.ops.triton_paged_attention import split_long_rows
 
@@ -497,18 +513,18 @@ def test_rows_in_parts_draw_what_whole_rows_draw(monkeypatch: pytest.MonkeyPatch
     assert cuts and not decoder.decode_state.finished_splits.any()
 
 
-PRODUCTS = [(5, 48, 64, (16, 32, 32)), (70, 104, 96, (64, 64, 32, 2)), (3, 36, 72, (16, 16, 16, 3))]
-PRODUCTS += [(33, 40, 160, (32, 64, 64, 2)), (1, 16, 520, (16, 64, 64, 8))]
-"""Rows, columns, numbers in a sum; and the tile: rows, columns and numbers of one program, parts of a sum."""
+MATMULS = [(5, 48, 64, (16, 32, 32)), (70, 104, 96, (64, 64, 32, 2)), (3, 36, 72, (16, 16, 16, 3))]
+MATMULS += [(33, 40, 160, (32, 64, 64, 2)), (1, 16, 520, (16, 64, 64, 8))]
+"""M, N, K; and the tile: block_m, block_n, block_k, split-K parts."""
 
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float16] if DEVICE == "cuda" else TYPES)
-@pytest.mark.parametrize(("rows", "width", "depth", "tile"), PRODUCTS, ids=str)
-def test_products_with_few_rows_compute_their_formulas(
+@pytest.mark.parametrize(("rows", "width", "depth", "tile"), MATMULS, ids=str)
+def test_matmuls_with_few_rows_equal_the_reference(
     rows: int, width: int, depth: int, tile: Any, dtype: torch.dtype
 ) -> None:
-    """Rows, columns and sums that no tile divides; and a norm adds up the parts of a sum."""
+    """No tile divides M, N or K; and a norm adds the split-K parts."""
     from ascent.ops import triton_decoding as kernels
     from ascent.ops.triton_matmul import Tile, tiled_matmul
 
@@ -520,7 +536,7 @@ def test_products_with_few_rows_compute_their_formulas(
         got, want = tiled_matmul(x, weight, bias, tile), decode_ops.linear(x, weight, bias)
         assert (got.ndim == 3) == (tile.splits > 1)
         near(got.sum(0).to(dtype) if tile.splits > 1 else got, want)
-        assert torch.equal(tiled_matmul(x[:1], weight, bias, tile), got[..., :1, :])  # whoever is beside it
+        assert torch.equal(tiled_matmul(x[:1], weight, bias, tile), got[..., :1, :])  # whatever the other rows are
         residual = y.contiguous()
         for one, other in zip(
             kernels.add_rms_norm(residual, got, w, 1e-5), decode_ops.add_rms_norm(residual, want, w, 1e-5), strict=True
@@ -533,7 +549,7 @@ def test_products_with_few_rows_compute_their_formulas(
 
 
 @needs_triton
-def test_every_tile_fits_into_the_memory_of_a_multiprocessor() -> None:
+def test_every_tile_fits_into_shared_memory() -> None:
     from ascent.ops.triton_matmul import MIN_SHARED_MEMORY, choose_tile_for_shape
 
     sizes, tiles = (64, 576, 1536, 2048, 8960, 17_920), []
@@ -555,8 +571,8 @@ def test_every_tile_fits_into_the_memory_of_a_multiprocessor() -> None:
 @pytest.mark.parametrize(
     ("width", "depth"), [(960, 576), (3072, 576), (576, 1536), (17_920, 1536), (1536, 8960), (100, 72)]
 )
-def test_products_of_a_model_compute_their_formulas(rows: int, width: int, depth: int) -> None:
-    """With the tiles that are chosen, or without."""
+def test_matmuls_of_a_model_equal_the_reference(rows: int, width: int, depth: int) -> None:
+    """With the tiles that are chosen, or with cuBLAS."""
     from ascent.ops import triton_decoding as kernels
 
     torch.manual_seed(0)
@@ -568,19 +584,19 @@ def test_products_of_a_model_compute_their_formulas(rows: int, width: int, depth
 
 @needs_triton
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("heads", "shared", "channel"), [(9, 3, 64), (4, 2, 16), (20, 8, 32), (3, 1, 96)])
-def test_given_tokens_are_placed_on_their_pages_as_the_formula_says(
-    dtype: torch.dtype, heads: int, shared: int, channel: int
+@pytest.mark.parametrize(("heads", "shared", "head_dim"), [(9, 3, 64), (4, 2, 16), (20, 8, 32), (3, 1, 96)])
+def test_prefill_writes_keys_and_values_like_the_reference(
+    dtype: torch.dtype, heads: int, shared: int, head_dim: int
 ) -> None:
     from ascent.ops import triton_decoding as kernels
 
     torch.manual_seed(0)
     tokens, pages = 37, 6
-    qkv = torch.randn(tokens, (heads + 2 * shared) * channel + 8).to(DEVICE, dtype)[:, :-8]
-    angle = torch.randn(tokens, channel // 2).repeat(1, 2).to(DEVICE)
+    qkv = torch.randn(tokens, (heads + 2 * shared) * head_dim + 8).to(DEVICE, dtype)[:, :-8]
+    angle = torch.randn(tokens, head_dim // 2).repeat(1, 2).to(DEVICE)
     where = torch.randperm(pages * BLOCK_SIZE)[:tokens].to(DEVICE)
     caches = [
-        tuple(torch.zeros(pages, shared, BLOCK_SIZE, channel).to(DEVICE, dtype) for _ in range(2)) for _ in range(2)
+        tuple(torch.zeros(pages, shared, BLOCK_SIZE, head_dim).to(DEVICE, dtype) for _ in range(2)) for _ in range(2)
     ]
     about = (angle.cos().to(dtype), angle.sin().to(dtype), where // BLOCK_SIZE, where % BLOCK_SIZE)
     near(kernels.rotate_and_write_kv(qkv, *about, caches[0]), decode_ops.rotate_and_write_kv(qkv, *about, caches[1]))
@@ -591,21 +607,21 @@ def test_given_tokens_are_placed_on_their_pages_as_the_formula_says(
     )
     for got, want in [*zip(*caches, strict=True), *zip(mine, plain, strict=True)]:
         near(got, want)
-    assert torch.equal(caches[0][1], caches[1][1])  # values are not turned
+    assert torch.equal(caches[0][1], caches[1][1])  # values are not rotated
 
 
 @needs_triton
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("vocab", [37, 9000] if DEVICE == "cpu" else [37, 300, 9000, 151_936])
-def test_the_kernels_draw_what_the_formula_draws(vocab: int, greedy: bool) -> None:
+def test_the_sampling_kernel_equals_the_reference(vocab: int, greedy: bool) -> None:
     from ascent.ops import triton_decoding as kernels
 
     torch.manual_seed(0)
-    mine, plain = busy(torch.float32, DEVICE), busy(torch.float32, DEVICE)
-    for made in (mine, plain):
-        made.temperature.fill_(0.7)
-        made.stop_tokens[0] = 5
-        made.state[FORCED_LENGTH, 2], made.tokens[2, 5:7] = 7, 5
+    mine, plain = filled_state(torch.float32, DEVICE), filled_state(torch.float32, DEVICE)
+    for state in (mine, plain):
+        state.temperature.fill_(0.7)
+        state.stop_tokens[0] = 5
+        state.state[FORCED_LENGTH, 2], state.tokens[2, 5:7] = 7, 5
     for _ in range(3 if DEVICE == "cpu" else 20):
         logits = (torch.randn(6, vocab) * 3).to(DEVICE)
         kernels.sample_next_tokens(logits, mine, SamplingParams(), greedy)
@@ -617,10 +633,10 @@ def test_the_kernels_draw_what_the_formula_draws(vocab: int, greedy: bool) -> No
 
 @needs_triton
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@pytest.mark.parametrize("kind", LIKE)
+@pytest.mark.parametrize("kind", LLAMA_LIKE)
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.7}, {"greedy": True}])
-def test_graphs_draw_what_the_others_draw(kind: str, cut: dict[str, Any]) -> None:
-    """In float32 on the card; a handful of rows, so lanes are given away inside the graph."""
+def test_graphs_sample_the_same_tokens_as_the_paged_runner(kind: str, cut: dict[str, Any]) -> None:
+    """In float32 on a GPU, with few batch indices, so that they are reused."""
     lm = model_of(kind, dtype=torch.float32, head_dim=24)  # not a power of 2, as Phi-3's 96
     lm.model.to("cuda")
     decoder = decoder_of(lm)
@@ -632,8 +648,10 @@ def test_graphs_draw_what_the_others_draw(kind: str, cut: dict[str, Any]) -> Non
 @needs_triton
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize(("kind", "more"), KINDS, ids=str)
-def test_graphs_of_more_kinds_draw_what_the_model_itself_draws(kind: str, more: dict[str, Any]) -> None:
-    lm = restless(kind, **more)
+def test_graphs_of_more_architectures_sample_the_same_tokens_as_the_model_itself(
+    kind: str, more: dict[str, Any]
+) -> None:
+    lm = model_with_random_norms(kind, **more)
     lm.model.to("cuda")
     decoder = decoder_of(lm)
     assert decoder.ops is not decode_ops
@@ -641,7 +659,7 @@ def test_graphs_of_more_kinds_draw_what_the_model_itself_draws(kind: str, more: 
 
 
 class Doubled(torch.nn.Embedding):
-    """An embedding that does more than look words up."""
+    """An embedding that scales its rows."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return 2 * super().forward(ids)
@@ -672,20 +690,20 @@ def spoil_norm(lm: LanguageModel) -> None:
         (spoil_norm, "its norms of queries and keys are neither a head's nor of all heads"),
     ],
 )
-def test_a_model_that_differs_from_llama_has_no_decoder_on_graphs(spoil: Any, why: str) -> None:
+def test_a_model_that_differs_from_llama_has_no_cuda_graph_runner(spoil: Any, why: str) -> None:
     lm = model_of(dtype=torch.float32)
     decoder_model.check_supported(lm.model)
     spoil(lm)
     assert cuda_graph_runner(lm) == (None, why)
 
 
-def test_a_part_without_parameters_is_no_difference() -> None:
+def test_a_module_without_parameters_is_ignored() -> None:
     lm = model_of(dtype=torch.float32)
     lm.model.model.layers[1].extra = torch.nn.Identity()
     decoder_model.check_supported(lm.model)
 
 
-def test_a_model_with_more_end_tokens_than_a_board_holds_decodes_without_graphs(
+def test_a_model_with_too_many_stop_tokens_decodes_without_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lm = model_of(dtype=torch.float32)
@@ -701,4 +719,4 @@ def test_a_model_with_more_end_tokens_than_a_board_holds_decodes_without_graphs(
     assert sampler.note == cuda_graph.SLOW_RUNNER_NOTE.format(why=why)
     monkeypatch.setattr(lm, "cuda_graph_runner", decoder := object(), raising=False)
     sampler = sampler_of(lm)
-    assert sampler.runner is decoder and sampler.note is None, "one decoder for all samplers of a model"
+    assert sampler.runner is decoder and sampler.note is None, "one runner for all engines of a model"

@@ -1,4 +1,4 @@
-"""Sampling ahead: who draws a token, and with which parameters, is recorded; what is drawn does not depend on when."""
+"""Sampling ahead: each token records its policy version, and responses do not depend on when they are generated."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEPS, SAMPLES = 4, 2
 Params = dict[str, Tensor]
 
 
-def asked(step: int) -> Prompts:
+def prompts_of_step(step: int) -> Prompts:
     """The prompts of a step, of several lengths."""
     generator = torch.Generator().manual_seed(step)
     lengths = torch.randint(2, 8, (4,), generator=generator)
@@ -43,10 +43,10 @@ def asked(step: int) -> Prompts:
     return Prompts.of(torch.where(torch.arange(8) < lengths[:, None], prompt, -1))
 
 
-def drive(
+def run_steps(
     sampler: LocalEngine, ahead: int, moving: bool = False, first: int = 0, greedy: bool = False
 ) -> tuple[list[Rollouts], list[Params]]:
-    """The rollouts of each step, and the parameters of each version; between two steps they move, or nothing does."""
+    """Return the rollouts of each step and the parameters of each version. `moving`: they change between steps."""
     found, versions = [], []
     for step in range(first, STEPS):
         if moving and step > first:
@@ -56,7 +56,7 @@ def drive(
         sampler.load({}, version=step)
         begun = {one.request.step for one in sampler.pending}
         for later in range(step, min(step + ahead + 1, STEPS)):
-            ticket = RolloutRequest(later, asked(later), SAMPLES)
+            ticket = RolloutRequest(later, prompts_of_step(later), SAMPLES)
             if later not in begun:
                 sampler.submit([ticket, replace(ticket, samples=1, greedy=True)] if greedy else [ticket])
         done = list(sampler.iter_finished(step, 60.0))
@@ -66,35 +66,33 @@ def drive(
     return found, versions
 
 
-def sampler_for(decoder: Any, **more: Any) -> LocalEngine:
+def engine_for(runner: Any, **more: Any) -> LocalEngine:
     lm, room = model_of(), more.pop("room", 0)
     sampler = sampler_of(lm, **{"limit": 10, "rows": 4} | more)
-    sampler.runner, sampler.cache_tokens = cuda_graph_runner(lm)[0] if decoder == "graphs" else decoder, room
+    sampler.runner, sampler.cache_tokens = cuda_graph_runner(lm)[0] if runner == "graphs" else runner, room
     return sampler
 
 
-DECODERS = [pytest.param(PagedRunner, id="groups"), "graphs"]
+RUNNERS = [pytest.param(PagedRunner, id="groups"), "graphs"]
 
 
 @pytest.mark.long
 @pytest.mark.unchecked
-@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize(
     ("ahead", "more"),
     [
         pytest.param(1, {}, id="one", marks=pytest.mark.smoke),
-        pytest.param(9, {}, id="more than there are"),
+        pytest.param(9, {}, id="more than the number of steps"),
         pytest.param(3, {"rows": 100, "top_p": 0.7, "min_tokens": 2}, id="many rows and top-p"),
-        pytest.param(2, {"room": 128}, id="few pages"),
+        pytest.param(2, {"room": 128}, id="few blocks"),
     ],
 )
-def test_whatever_is_begun_early_the_same_responses_are_trained_in_the_same_step(
-    decoder: Any, ahead: int, more: dict[str, Any]
-) -> None:
-    """So the trained lengths are those that were sampled, however long some take: nothing is dropped or reordered."""
-    more = more | ({"room": 2 * more["room"]} if "room" in more and decoder == "graphs" else {})
-    whole, _ = drive(sampler_for(decoder, **more), 0)
-    early, _ = drive(sampler_for(decoder, **more), ahead)
+def test_sampling_ahead_does_not_change_the_responses_of_a_step(runner: Any, ahead: int, more: dict[str, Any]) -> None:
+    """Nothing is dropped or reordered, so long responses are trained on as often as they are sampled."""
+    more = more | ({"room": 2 * more["room"]} if "room" in more and runner == "graphs" else {})
+    whole, _ = run_steps(engine_for(runner, **more), 0)
+    early, _ = run_steps(engine_for(runner, **more), ahead)
     for step, (one, other) in enumerate(zip(whole, early, strict=True)):
         assert torch.equal(one.mask, other.mask) and torch.equal(one.truncated, other.truncated)
         assert torch.equal(one.response.where(one.mask, -1), other.response.where(other.mask, -1))
@@ -107,8 +105,8 @@ def test_whatever_is_begun_early_the_same_responses_are_trained_in_the_same_step
 
 
 @torch.no_grad()
-def own_logp(sampler: LocalEngine, params: Params, rollouts: Rollouts) -> Tensor:
-    """What the model itself says of each token, one whole forward pass per response."""
+def model_logp(sampler: LocalEngine, params: Params, rollouts: Rollouts) -> Tensor:
+    """Return the log-prob of each token by one whole forward pass per response."""
     model, found = sampler.lm.model, torch.zeros(rollouts.mask.shape, dtype=torch.float64)
     model.load_state_dict(params, strict=False)
     for p, prompt in enumerate(rollouts.prompt):
@@ -121,18 +119,18 @@ def own_logp(sampler: LocalEngine, params: Params, rollouts: Rollouts) -> Tensor
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("decoder", DECODERS)
-def test_every_token_has_the_log_prob_of_the_version_that_drew_it(decoder: Any) -> None:
-    """Keys and values of what was drawn before are those of the new parameters too, or later tokens would be off."""
-    sampler = sampler_for(decoder)
-    found, versions = drive(sampler, 2, moving=True)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_every_token_has_the_log_prob_of_the_version_that_sampled_it(runner: Any) -> None:
+    """Keys and values of earlier tokens are recomputed with the new parameters; otherwise later tokens would differ."""
+    sampler = engine_for(runner)
+    found, versions = run_steps(sampler, 2, moving=True)
     mixed, off = 0, 0.0
     for rollouts in found:
         version = rollouts.version.expand(rollouts.mask.shape)
         for v in version[rollouts.mask].unique().tolist():
             own = rollouts.mask & (version == v)
-            close(rollouts.logp_sampler[own].double(), own_logp(sampler, versions[v], rollouts)[own], 1e-5)
-            other = own_logp(sampler, versions[max(0, v - 1)], rollouts)[own]
+            close(rollouts.logp_sampler[own].double(), model_logp(sampler, versions[v], rollouts)[own], 1e-5)
+            other = model_logp(sampler, versions[max(0, v - 1)], rollouts)[own]
             off = max(off, float((rollouts.logp_sampler[own] - other).abs().max()))
         ends = rollouts.length.clamp(min=1).unsqueeze(-1) - 1
         mixed += int((version.gather(-1, ends) != version[..., :1]).sum())
@@ -142,34 +140,34 @@ def test_every_token_has_the_log_prob_of_the_version_that_drew_it(decoder: Any) 
 
 @pytest.mark.long
 @pytest.mark.unchecked
-def test_a_redraw_and_a_greedy_baseline_go_beside_what_is_begun_early() -> None:
-    sampler = sampler_for(PagedRunner)
-    with_greedy, _ = drive(sampler, 2, greedy=True)
-    alone, _ = drive(sampler_for(PagedRunner), 0)
+def test_dynamic_sampling_and_a_greedy_baseline_work_beside_sampling_ahead() -> None:
+    sampler = engine_for(PagedRunner)
+    with_greedy, _ = run_steps(sampler, 2, greedy=True)
+    alone, _ = run_steps(engine_for(PagedRunner), 0)
     for one, other in zip(with_greedy, alone, strict=True):
         assert torch.equal(one.response.where(one.mask, -1), other.response.where(other.mask, -1))
-    again = RolloutRequest(0, asked(0), SAMPLES, seed=5)
-    sampler.submit([RolloutRequest(1, asked(1), SAMPLES)])
+    again = RolloutRequest(0, prompts_of_step(0), SAMPLES, seed=5)
+    sampler.submit([RolloutRequest(1, prompts_of_step(1), SAMPLES)])
     sampler.submit([again])
     (done,) = sampler.iter_finished(0, 60.0)
     assert done.request is again and [one.request.step for one in sampler.pending] == [1]
-    fresh = sampler_for(PagedRunner).generate(asked(0), SAMPLES, seed=5)
+    fresh = engine_for(PagedRunner).generate(prompts_of_step(0), SAMPLES, seed=5)
     assert torch.equal(fresh.response.where(fresh.mask, -1), done.rollouts.response.where(done.rollouts.mask, -1))
 
 
 @pytest.mark.long
 @pytest.mark.unchecked
-@pytest.mark.parametrize("decoder", [*DECODERS, pytest.param(EagerRunner, id="plain")])
-def test_what_is_open_survives_a_checkpoint_to_the_bit(decoder: Any) -> None:
-    """Saved after the second step and restored into a new sampler: the rest is the same, tokens and log-probs."""
-    whole, versions = drive(sampler_for(decoder), 2, moving=True)
-    sampler, at = sampler_for(decoder), 2
-    sampler.lm.can_share_prompts = decoder is not EagerRunner
+@pytest.mark.parametrize("runner", [*RUNNERS, pytest.param(EagerRunner, id="plain")])
+def test_pending_rollouts_survive_a_checkpoint_bit_for_bit(runner: Any) -> None:
+    """Saved after the second step and restored into a new engine: later tokens and log-probs are the same."""
+    whole, versions = run_steps(engine_for(runner), 2, moving=True)
+    sampler, at = engine_for(runner), 2
+    sampler.lm.can_share_prompts = runner is not EagerRunner
     if not sampler.lm.can_share_prompts:
-        plain = sampler_for(decoder)
+        plain = engine_for(runner)
         plain.lm.can_share_prompts = False
-        whole, versions = drive(plain, 2, moving=True)
-    first = sampler_for(decoder)
+        whole, versions = run_steps(plain, 2, moving=True)
+    first = engine_for(runner)
     first.lm.can_share_prompts = sampler.lm.can_share_prompts
     stopped: list[Any] = []
 
@@ -186,24 +184,24 @@ def test_what_is_open_survives_a_checkpoint_to_the_bit(decoder: Any) -> None:
 
     first.iter_finished = iter_finished  # type: ignore[method-assign]
     with pytest.raises(Stop):
-        drive(first, 2, moving=True)
+        run_steps(first, 2, moving=True)
     (tensors, plain_parts), state = stopped[0]
     sampler.pending = unpack_rollouts({k: v.clone() for k, v in tensors.items()}, plain_parts)
     sampler.generator.set_state(state)
     sampler.lm.model.load_state_dict(versions[at], strict=False)
-    rest, _ = drive(sampler, 2, moving=True, first=at)
+    rest, _ = run_steps(sampler, 2, moving=True, first=at)
     for one, other in zip(whole[at:], rest, strict=True):
         assert torch.equal(one.version, other.version)
         assert torch.equal(one.response, other.response) and torch.equal(one.logp_sampler, other.logp_sampler)
 
 
-# ---- the loop's tickets, by a simulated clock ----------------------------------------------------------------
+# ---- rollout requests of the loop, by a simulated clock --------------------------------------------------------
 
 
 @pytest.mark.long
 @pytest.mark.unchecked
-def test_no_token_is_older_than_what_was_allowed_in_any_schedule() -> None:
-    """Random lengths, speeds, kills and resumes; `benchmarks.ahead` tries a thousand."""
+def test_staleness_is_bounded_in_any_schedule() -> None:
+    """Random lengths, speeds, kills and resumes; `benchmarks.ahead` runs a thousand."""
     rng = random.Random(0)
     tried = [try_schedule(rng) for _ in range(40)]
     assert sum(oldest == ahead > 0 for oldest, ahead, _ in tried) > 10 and sum(resumes for *_, resumes in tried) > 5
@@ -262,8 +260,8 @@ def test_a_run_that_samples_ahead_resumes_to_the_same_bits(
 
 
 @pytest.mark.long
-def test_a_small_policy_is_drawn_whole_and_resumes_too(tmp_path: Path) -> None:
-    """Conversations among them: what was said is in the checkpoint, so no environment is asked again."""
+def test_a_small_policy_samples_whole_responses_ahead_and_resumes(tmp_path: Path) -> None:
+    """Also conversations: the checkpoint has their turns, so that no environment runs again."""
     given = {"steps": 6, "prompts": 4, "samples": 2, "checkpoint_every": 3, "keep": 9, "eval_every": 6, "ahead": 2}
     for task in ("sort", "guess"):
         run = ascent.train(task, out=tmp_path / task, show=False, algorithm="dr-grpo", **given)
@@ -273,7 +271,7 @@ def test_a_small_policy_is_drawn_whole_and_resumes_too(tmp_path: Path) -> None:
         assert numbers(again) == lines and (again.checkpoints[-1] / "params.safetensors").read_bytes() == kept
 
 
-def test_a_resume_refuses_responses_that_are_older_than_its_ahead_allows(tmp_path: Path) -> None:
+def test_a_resume_rejects_responses_that_are_staler_than_ahead_allows(tmp_path: Path) -> None:
     """With --ahead 2 the checkpoint of step 3 holds responses for steps 3 and 4. With --ahead 1 step 4 is too early."""
     given = {"steps": 5, "prompts": 2, "samples": 2, "checkpoint_every": 3, "keep": 9, "eval_every": 5, "ahead": 2}
     run = ascent.train("sort", out=tmp_path / "run", show=False, algorithm="dr-grpo", **given)
@@ -285,7 +283,7 @@ def test_a_resume_refuses_responses_that_are_older_than_its_ahead_allows(tmp_pat
     assert numbers(ascent.resume(run.folder, from_step=3)) == numbers(run)
 
 
-def test_without_sampling_ahead_a_checkpoint_is_as_it_was(tmp_path: Path) -> None:
+def test_without_sampling_ahead_a_checkpoint_has_no_pending_rollouts(tmp_path: Path) -> None:
     run = ascent.train("sort", out=tmp_path / "run", show=False, steps=2, prompts=2, samples=2)
     assert {path.name for path in run.checkpoints[-1].iterdir()}.isdisjoint({"ahead.safetensors"})
     assert "ahead" not in (run.checkpoints[-1] / "state.json").read_text()
@@ -296,7 +294,7 @@ def test_without_sampling_ahead_a_checkpoint_is_as_it_was(tmp_path: Path) -> Non
     [{"step": "x"}, {"rollouts": {"more": 1}}, {"rollouts": 5}],
     ids=["step", "field", "kind"],
 )
-def test_a_damaged_ticket_is_refused(odd: dict[str, Any]) -> None:
+def test_a_damaged_pending_rollout_is_rejected(odd: dict[str, Any]) -> None:
     sampler = SmallPolicyEngine(
         TINY(Sort().space, torch.Generator().manual_seed(0)), 1.0, torch.Generator().manual_seed(1)
     )
@@ -319,12 +317,12 @@ def test_a_damaged_ticket_is_refused(odd: dict[str, Any]) -> None:
         ({"algorithm": "grpo", "ahead": -1}, "--ahead is -1"),
     ],
 )
-def test_what_would_not_notice_older_policies_is_refused(settings: dict[str, Any], why: str) -> None:
+def test_algorithms_without_an_off_policy_correction_are_rejected(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         configure("sort", {"ahead": 1} | settings)
 
 
-def test_who_samples_ahead_gets_a_correction_where_nobody_chose_one() -> None:
+def test_sampling_ahead_enables_a_correction_by_default() -> None:
     text = configure(ROWS, {"reward": brevity, "model": "none", "ahead": 1})
     assert text.algorithm.correction.enabled and text.old_logp == "learner"
     clipped = configure(ROWS, {"reward": brevity, "model": "none", "ahead": 1, "old_logp": "sampler"})

@@ -1,4 +1,4 @@
-"""Caches in pages: who gets them, and that neither where they lie nor who was evicted changes a number."""
+"""Scheduling and KV-cache blocks: allocation, preemption, and that neither changes a sampled token or log-prob."""
 
 import random
 from dataclasses import replace
@@ -25,37 +25,39 @@ from ascent.ops.paged_kv_cache import PagedKVCache
 from tests.flash_formulas import FlashFormulas
 from tests.language import AtOnce, InAnyOrder, model_of, prompts_of, sampler_of
 
-# ---- who gets pages -------------------------------------------------------------------------------
+# ---- allocation and preemption -------------------------------------------------------------------------------
 
 
-def audit(schedule: Scheduler) -> None:
-    """No page is held twice or lost, every row has room for its tokens, and every prompt that is read is there."""
-    held = [page for row in schedule.sequences.values() for page in row.block_table]
-    held += [page for pages in schedule.prompt_blocks.values() for page in pages]
-    assert len(held) == len(set(held)), "a page is held twice"
-    assert set(held) | schedule.block_manager._free == set(range(schedule.block_manager.num_blocks)), "a page is lost"
-    assert not set(held) & schedule.block_manager._free
-    lanes = [row.batch_index for row in schedule.running]
-    assert len(lanes) == len(set(lanes)) and not set(lanes) & set(schedule.free_batch_indices)
-    for row in schedule.sequences.values():
-        wants = row.seq_id in schedule.resuming  # pages for what it was given
-        assert wants or len(row.block_table) * schedule.block_manager.block_size >= min(
-            row.num_tokens, schedule.max_tokens
+def check_invariants(scheduler: Scheduler) -> None:
+    """Check that no block is allocated twice or lost, and that sequences and their prompts have their blocks."""
+    held = [block for row in scheduler.sequences.values() for block in row.block_table]
+    held += [block for blocks in scheduler.prompt_blocks.values() for block in blocks]
+    assert len(held) == len(set(held)), "a block is allocated twice"
+    assert set(held) | scheduler.block_manager._free == set(range(scheduler.block_manager.num_blocks)), (
+        "a block is lost"
+    )
+    assert not set(held) & scheduler.block_manager._free
+    indices = [row.batch_index for row in scheduler.running]
+    assert len(indices) == len(set(indices)) and not set(indices) & set(scheduler.free_batch_indices)
+    for row in scheduler.sequences.values():
+        wants = row.seq_id in scheduler.resuming  # blocks for its observation
+        assert wants or len(row.block_table) * scheduler.block_manager.block_size >= min(
+            row.num_tokens, scheduler.max_tokens
         )
-        assert len(schedule.prompt_blocks[row.prompt_id]) == schedule.block_manager.blocks_needed(
-            schedule.prompt_lengths[row.prompt_id]
+        assert len(scheduler.prompt_blocks[row.prompt_id]) == scheduler.block_manager.blocks_needed(
+            scheduler.prompt_lengths[row.prompt_id]
         )
-    for prompt, readers in schedule.ref_counts.items():
-        assert readers == sum(row.prompt_id == prompt for row in schedule.sequences.values())
-    for prompt in schedule.prompt_blocks:
-        assert schedule.num_unfinished[prompt] > 0, "the pages of a prompt outlive its last response"
+    for prompt, readers in scheduler.ref_counts.items():
+        assert readers == sum(row.prompt_id == prompt for row in scheduler.sequences.values())
+    for prompt in scheduler.prompt_blocks:
+        assert scheduler.num_unfinished[prompt] > 0, "the blocks of a prompt outlive its last response"
 
 
 @pytest.mark.long
 @given(
     seed=st.integers(0, 2**32),
     size=st.integers(1, 5),
-    lanes=st.integers(1, 6),
+    max_num_seqs=st.integers(1, 6),
     samples=st.integers(1, 4),
     prompts=st.lists(st.integers(0, 12), min_size=1, max_size=5),
     limit=st.integers(1, 20),
@@ -63,131 +65,133 @@ def audit(schedule: Scheduler) -> None:
     together=st.integers(1, 4),
 )
 @settings(max_examples=100, deadline=None)
-def test_any_traffic_finishes_and_no_page_is_held_twice_or_lost(
-    seed: int, size: int, lanes: int, samples: int, prompts: list[int], limit: int, room: int, together: int
+def test_any_traffic_finishes_and_no_block_is_allocated_twice_or_lost(
+    seed: int, size: int, max_num_seqs: int, samples: int, prompts: list[int], limit: int, room: int, together: int
 ) -> None:
-    """Rows of random lengths, at random steps extended, parked or continued, on as few pages as one row can do with."""
+    """Sequences of random lengths grow, are suspended and resume at random steps, with as few as the minimum blocks."""
     rng, count = random.Random(seed), len(prompts) * samples
     least = -(-max(prompts) // size) + -(-limit // size)
-    schedule = Scheduler(prompts, samples, lanes, limit, BlockManager(least + room, size), together)
+    scheduler = Scheduler(prompts, samples, max_num_seqs, limit, BlockManager(least + room, size), together)
     want = [rng.randint(1, limit) for _ in range(count)]
     have, over, parked = [0] * count, set(), set()
     for _ in range(200 * count * limit):
-        for row in schedule.schedule(rng.randint(1, 3)):
-            assert row.num_tokens == have[row.seq_id], "a row that comes back has what it had"
-            assert row.seq_id not in parked, "a row comes back before its environment has answered"
-        schedule.prompts_to_prefill = []
-        audit(schedule)
+        for row in scheduler.schedule(rng.randint(1, 3)):
+            assert row.num_tokens == have[row.seq_id], "a sequence that returns has its tokens"
+            assert row.seq_id not in parked, "a sequence runs before its observation has arrived"
+        scheduler.prompts_to_prefill = []
+        check_invariants(scheduler)
         ahead = rng.randint(1, 3)
-        for row in schedule.reserve(ahead):
-            assert row.seq_id not in schedule.sequences
-        audit(schedule)
-        assert not schedule.running or schedule.can_append(ahead)
-        for row in schedule.running:
+        for row in scheduler.reserve(ahead):
+            assert row.seq_id not in scheduler.sequences
+        check_invariants(scheduler)
+        assert not scheduler.running or scheduler.can_append(ahead)
+        for row in scheduler.running:
             response = row.seq_id
             row.num_tokens = have[response] = min(have[response] + rng.randint(1, ahead), want[response])
             if have[response] == want[response]:
-                schedule.finish(response)
+                scheduler.finish(response)
                 over.add(response)
             elif rng.random() < 0.2:
-                schedule.suspend(response)
+                scheduler.suspend(response)
                 parked.add(response)
-        audit(schedule)
+        check_invariants(scheduler)
         for response in sorted(parked):
             if rng.random() < 0.1:
-                schedule.finish(response)
+                scheduler.finish(response)
                 parked.remove(response)
                 over.add(response)
-            elif rng.random() < 0.5 or not (schedule.running or schedule.waiting):
+            elif rng.random() < 0.5 or not (scheduler.running or scheduler.waiting):
                 have[response] = min(have[response] + rng.randint(0, 4), want[response] - 1)
-                schedule.resume(response, have[response])
+                scheduler.resume(response, have[response])
                 parked.remove(response)
         if len(over) == count:
             break
     assert len(over) == count, "it came to no end"
-    assert schedule.block_manager.num_free == schedule.block_manager.num_blocks
+    assert scheduler.block_manager.num_free == scheduler.block_manager.num_blocks
 
 
-def test_the_row_that_entered_last_is_evicted_and_comes_back_first() -> None:
-    schedule = Scheduler([4, 4], 2, 4, 8, BlockManager(6, 4))
-    rows = schedule.schedule()
-    assert [row.seq_id for row in rows] == [0, 1, 2, 3], "two prompts and four rows on six pages"
+def test_the_sequence_scheduled_last_is_preempted_and_returns_first() -> None:
+    scheduler = Scheduler([4, 4], 2, 4, 8, BlockManager(6, 4))
+    rows = scheduler.schedule()
+    assert [row.seq_id for row in rows] == [0, 1, 2, 3], "two prompts and four sequences on six blocks"
     for row in rows:
         row.num_tokens = 4
-    assert [row.seq_id for row in schedule.reserve(1)] == [3, 2]
-    assert list(schedule.waiting) == [2, 3]
-    assert [row.seq_id for row in schedule.running] == [0, 1]
-    schedule.finish(0)
-    assert [(row.seq_id, row.num_tokens) for row in schedule.schedule()] == [(2, 4)]
+    assert [row.seq_id for row in scheduler.reserve(1)] == [3, 2]
+    assert list(scheduler.waiting) == [2, 3]
+    assert [row.seq_id for row in scheduler.running] == [0, 1]
+    scheduler.finish(0)
+    assert [(row.seq_id, row.num_tokens) for row in scheduler.schedule()] == [(2, 4)]
 
 
-def test_a_row_that_continues_takes_pages_of_those_that_may_never_continue_though_others_run() -> None:
-    """As one that is new does: or else new ones would keep it waiting for as long as they come."""
-    schedule = Scheduler([], 1, 3, 4, BlockManager(6, 2))
+def test_a_resuming_sequence_preempts_suspended_ones_while_others_run() -> None:
+    """A new sequence does so too; otherwise new ones could delay a resuming one forever."""
+    scheduler = Scheduler([], 1, 3, 4, BlockManager(6, 2))
     for response in range(3):
-        schedule.add(response, response, 2)
-    assert [row.seq_id for row in schedule.schedule()] == [0, 1, 2] and not schedule.block_manager.num_free
-    schedule.suspend(0), schedule.suspend(1)
-    schedule.resume(1, 2)
-    assert [row.seq_id for row in schedule.schedule()] == [1] and schedule.preempted_idle == {0}
+        scheduler.add(response, response, 2)
+    assert [row.seq_id for row in scheduler.schedule()] == [0, 1, 2] and not scheduler.block_manager.num_free
+    scheduler.suspend(0), scheduler.suspend(1)
+    scheduler.resume(1, 2)
+    assert [row.seq_id for row in scheduler.schedule()] == [1] and scheduler.preempted_idle == {0}
 
 
-def test_no_more_parked_rows_are_evicted_than_a_new_one_needs() -> None:
-    schedule = Scheduler([], 1, 3, 4, BlockManager(6, 2))
+def test_no_more_suspended_sequences_are_preempted_than_a_new_one_needs() -> None:
+    scheduler = Scheduler([], 1, 3, 4, BlockManager(6, 2))
     for response in range(3):
-        schedule.add(response, response, 2)
-    assert [row.seq_id for row in schedule.schedule()] == [0, 1, 2] and not schedule.block_manager.num_free
+        scheduler.add(response, response, 2)
+    assert [row.seq_id for row in scheduler.schedule()] == [0, 1, 2] and not scheduler.block_manager.num_free
     for response in range(3):
-        schedule.suspend(response)
-    schedule.add(3, 3, 2)
-    assert [row.seq_id for row in schedule.schedule()] == [3], "its prompt and its tokens take a page each"
-    assert schedule.preempted_idle == {0} and list(schedule.sequences) == [1, 2, 3] and schedule.num_preemptions == 1
-    audit(schedule)
+        scheduler.suspend(response)
+    scheduler.add(3, 3, 2)
+    assert [row.seq_id for row in scheduler.schedule()] == [3], "its prompt and its tokens need a block each"
+    assert scheduler.preempted_idle == {0} and list(scheduler.sequences) == [1, 2, 3] and scheduler.num_preemptions == 1
+    check_invariants(scheduler)
 
 
-def test_a_response_may_end_before_it_has_entered() -> None:
-    schedule = Scheduler([], 1, 1, 4, BlockManager(6, 2))
+def test_a_sequence_may_finish_before_it_is_scheduled() -> None:
+    scheduler = Scheduler([], 1, 1, 4, BlockManager(6, 2))
     for response in range(3):
-        schedule.add(response, 7, 2)
-    assert [row.seq_id for row in schedule.schedule()] == [0]
-    schedule.finish(1)
-    assert list(schedule.waiting) == [2] and schedule.num_unfinished == {7: 2}
-    schedule.finish(0)
-    assert [row.seq_id for row in schedule.schedule()] == [2]
-    schedule.finish(2)
-    assert schedule.block_manager.num_free == 6 and not schedule.num_unfinished and not schedule.prompt_lengths
+        scheduler.add(response, 7, 2)
+    assert [row.seq_id for row in scheduler.schedule()] == [0]
+    scheduler.finish(1)
+    assert list(scheduler.waiting) == [2] and scheduler.num_unfinished == {7: 2}
+    scheduler.finish(0)
+    assert [row.seq_id for row in scheduler.schedule()] == [2]
+    scheduler.finish(2)
+    assert scheduler.block_manager.num_free == 6 and not scheduler.num_unfinished and not scheduler.prompt_lengths
 
 
-def test_a_prompt_that_nobody_reads_is_dropped_before_a_row_is_evicted() -> None:
-    schedule = Scheduler([4, 4], 1, 1, 12, BlockManager(4, 4), max_prefill_prompts=2)
-    (row,) = schedule.schedule()
-    assert schedule.prompts_to_prefill == [0, 1], "both are encoded together, though the second has no lane yet"
+def test_unused_prompt_blocks_are_freed_before_a_sequence_is_preempted() -> None:
+    scheduler = Scheduler([4, 4], 1, 1, 12, BlockManager(4, 4), max_prefill_prompts=2)
+    (row,) = scheduler.schedule()
+    assert scheduler.prompts_to_prefill == [0, 1], (
+        "both are prefilled together, although no sequence of the second runs yet"
+    )
     for length in (4, 8):
         row.num_tokens = length
-        assert schedule.reserve(1) == []
-    assert set(schedule.prompt_blocks) == {0}
-    schedule.finish(0)
-    schedule.prompts_to_prefill = []
-    assert [row.seq_id for row in schedule.schedule()] == [1]
-    assert schedule.prompts_to_prefill == [1], "it is encoded again"
+        assert scheduler.reserve(1) == []
+    assert set(scheduler.prompt_blocks) == {0}
+    scheduler.finish(0)
+    scheduler.prompts_to_prefill = []
+    assert [row.seq_id for row in scheduler.schedule()] == [1]
+    assert scheduler.prompts_to_prefill == [1], "it is prefilled again"
 
 
-def test_a_prompts_pages_are_held_once_and_freed_with_its_last_response() -> None:
-    schedule = Scheduler([10], 3, 3, 4, BlockManager(20, 4))
-    schedule.schedule()
-    assert len(schedule.prompt_blocks[0]) == 3
-    assert schedule.block_manager.num_blocks - schedule.block_manager.num_free == 3 + 3
+def test_the_blocks_of_a_prompt_are_shared_and_freed_with_its_last_response() -> None:
+    scheduler = Scheduler([10], 3, 3, 4, BlockManager(20, 4))
+    scheduler.schedule()
+    assert len(scheduler.prompt_blocks[0]) == 3
+    assert scheduler.block_manager.num_blocks - scheduler.block_manager.num_free == 3 + 3
     for response, free in ((1, 15), (0, 16), (2, 20)):
-        schedule.finish(response)
-        assert schedule.block_manager.num_free == free
+        scheduler.finish(response)
+        assert scheduler.block_manager.num_free == free
 
 
-def test_where_there_is_room_for_all_rows_at_their_limit_all_of_them_enter() -> None:
-    schedule = Scheduler([4, 4], 32, 64, 8, BlockManager(2 + 64 * 2, 4))
-    assert len(schedule.schedule()) == 64, "nothing is kept free for growth that cannot come"
-    for row in schedule.running:
+def test_all_sequences_are_scheduled_if_all_fit_at_their_maximum_length() -> None:
+    scheduler = Scheduler([4, 4], 32, 64, 8, BlockManager(2 + 64 * 2, 4))
+    assert len(scheduler.schedule()) == 64, "no spare blocks are kept for impossible growth"
+    for row in scheduler.running:
         row.num_tokens = 7
-    assert schedule.reserve(1) == []
+    assert scheduler.reserve(1) == []
 
 
 def test_a_cache_too_small_for_one_response_is_refused() -> None:
@@ -195,44 +199,44 @@ def test_a_cache_too_small_for_one_response_is_refused() -> None:
         Scheduler([9], 1, 1, 8, BlockManager(4, 4))
 
 
-def test_pages_cannot_be_given_back_twice() -> None:
-    pages = BlockManager(4, 1)
-    pages.free(pages.allocate(2))
+def test_blocks_cannot_be_freed_twice() -> None:
+    block_manager = BlockManager(4, 1)
+    block_manager.free(block_manager.allocate(2))
     with pytest.raises(AssertionError, match="twice"):
-        pages.free([0])
+        block_manager.free([0])
 
 
-def test_rows_take_low_pages_and_prompts_high_ones() -> None:
-    pages = BlockManager(6, 1)
-    assert pages.allocate(2) == [0, 1]
-    assert pages.allocate(2, high=True) == [5, 4]
-    pages.free([0, 5])
-    assert pages.allocate(1, high=True) == [5]
-    assert pages.allocate(3) == [0, 2, 3]
-    assert pages.num_free == 0 and pages.peak_used == 6
+def test_sequences_get_low_blocks_and_prompts_high_ones() -> None:
+    block_manager = BlockManager(6, 1)
+    assert block_manager.allocate(2) == [0, 1]
+    assert block_manager.allocate(2, high=True) == [5, 4]
+    block_manager.free([0, 5])
+    assert block_manager.allocate(1, high=True) == [5]
+    assert block_manager.allocate(3) == [0, 2, 3]
+    assert block_manager.num_free == 0 and block_manager.peak_used == 6
 
 
-# ---- what is drawn --------------------------------------------------------------------------------
+# ---- generated tokens --------------------------------------------------------------------------------
 
-DECODERS = [PagedRunner, "graphs"]
+RUNNERS = [PagedRunner, "graphs"]
 
 
-def draws(
-    decoder: Any, lm: Any, samples: int = 4, observe: Any = None, order: int | None = None, **more: Any
+def generate(
+    runner: Any, lm: Any, samples: int = 4, observe: Any = None, order: int | None = None, **more: Any
 ) -> tuple[Rollouts, list[Scheduler]]:
     made = sampler_of(lm, **{name: value for name, value in more.items() if name != "room"})
-    own = cuda_graph_runner(lm)[0] if decoder == "graphs" else decoder
-    schedules: list[Scheduler] = []
+    own = cuda_graph_runner(lm)[0] if runner == "graphs" else runner
+    schedulers: list[Scheduler] = []
 
     def keep(*args: Any) -> Any:
         run = own(*args)
-        schedules.append(run.scheduler)
+        schedulers.append(run.scheduler)
         return run
 
     made.runner, made.cache_tokens = keep, more.get("room", 0)
     play = AtOnce(observe) if order is None else InAnyOrder(observe, order)
     prompts = replace(Prompts.of(prompts_of()), start_episodes=None if observe is None else play)
-    return made.generate(prompts, samples), schedules
+    return made.generate(prompts, samples), schedulers
 
 
 def same(got: Rollouts, want: Rollouts) -> None:
@@ -244,27 +248,27 @@ def same(got: Rollouts, want: Rollouts) -> None:
 
 
 @pytest.fixture
-def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (paged, decode_ops, decode_state, cuda_graph):
         monkeypatch.setattr(module, "BLOCK_SIZE", 2)
     monkeypatch.setattr(paged, "WIDE_BLOCK_SIZE", 2)
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("small_pages")
-@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("rows", [3, 12])
-def test_rows_that_were_evicted_draw_what_they_would_have_drawn(decoder: Any, rows: int) -> None:
+def test_preemption_does_not_change_the_sampled_tokens(runner: Any, rows: int) -> None:
     lm = model_of()
-    want, _ = draws(PlainDecoderWithSchedule, lm, rows=64)
-    got, (schedule,) = draws(decoder, lm, rows=rows, room=2 * -(-prompts_of().shape[1] // 2) + 12)
-    assert schedule.num_preemptions > 0 or rows == 3
-    assert schedule.block_manager.num_free == schedule.block_manager.num_blocks, "every page came back"
+    want, _ = generate(EagerRunnerWithoutScheduler, lm, rows=64)
+    got, (scheduler,) = generate(runner, lm, rows=rows, room=2 * -(-prompts_of().shape[1] // 2) + 12)
+    assert scheduler.num_preemptions > 0 or rows == 3
+    assert scheduler.block_manager.num_free == scheduler.block_manager.num_blocks, "every block is free"
     same(got, want)
 
 
-class PlainDecoderWithSchedule(EagerRunner):
-    """The oracle: transformers' own cache."""
+class EagerRunnerWithoutScheduler(EagerRunner):
+    """The reference: the KV cache of transformers."""
 
     scheduler = None
 
@@ -282,16 +286,16 @@ def observing(ends: tuple[int, ...]) -> Any:
 
 
 @cache
-def plain_conversations() -> Rollouts:
-    """What the plain cache draws, which knows no pages."""
+def eager_conversations() -> Rollouts:
+    """Return conversations generated with the KV cache of transformers, which has no blocks."""
     lm = model_of()
-    return draws(PlainDecoderWithSchedule, lm, observe=observing(lm.stop_token_ids), limit=40, rows=64)[0]
+    return generate(EagerRunnerWithoutScheduler, lm, observe=observing(lm.stop_token_ids), limit=40, rows=64)[0]
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("small_pages")
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
-    ("decoder", "cases"),
+    ("runner", "cases"),
     [
         (PagedRunner, [(8, 12, 0, 999), (1, 5, 48, 0)]),
         ("graphs", [(8, 12, 0, 999), (4, 5, 52, 999)]),
@@ -299,35 +303,35 @@ def plain_conversations() -> Rollouts:
     ],
     ids=["groups", "graphs", "graphs, one step at a time"],
 )
-def test_rows_are_extended_evicted_and_come_back(
-    decoder: Any, cases: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+def test_observations_and_preemption_do_not_change_the_sampled_tokens(
+    runner: Any, cases: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Observations on few pages, with steps under way: the same tokens and log-probs as the plain cache gives."""
+    """With few blocks and steps in flight, tokens and log-probs equal those of the eager runner."""
     lm = model_of()
-    want = plain_conversations()
+    want = eager_conversations()
     assert (want.present & ~want.mask).any()  # type: ignore[operator]
     for together, rows, room, prefill in cases:
         monkeypatch.setattr(decode_loop, "STEPS_PER_LAUNCH", together)
         monkeypatch.setattr(
             decode_loop, "PREFILL_BREAK_EVEN_STEPS", prefill
-        )  # observations are encoded at once, or fed step by step
-        got, (schedule,) = draws(decoder, lm, observe=observing(lm.stop_token_ids), limit=40, rows=rows, room=room)
-        assert (schedule.num_preemptions > 0) == (room > 0)
-        assert schedule.block_manager.num_free == schedule.block_manager.num_blocks, "every page came back"
+        )  # observations are prefilled, or fed step by step
+        got, (scheduler,) = generate(runner, lm, observe=observing(lm.stop_token_ids), limit=40, rows=rows, room=room)
+        assert (scheduler.num_preemptions > 0) == (room > 0)
+        assert scheduler.block_manager.num_free == scheduler.block_manager.num_blocks, "every block is free"
         same(got, want)
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("small_pages")
-def test_captured_passes_encode_what_launched_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts, observations and rows that come back, padded to sizes that are captured at their second use."""
+@pytest.mark.usefixtures("small_blocks")
+def test_captured_prefills_compute_the_same_as_launched_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, observations and preempted sequences, padded to sizes that are captured at their second use."""
     lm = model_of()
-    want = plain_conversations()
+    want = eager_conversations()
     monkeypatch.setattr(PrefillLayout, "fused_kernel", FlashFormulas)
     monkeypatch.setattr(decode_loop, "PREFILL_BREAK_EVEN_STEPS", 0)
     for _ in range(2):
-        got, (schedule,) = draws("graphs", lm, observe=observing(lm.stop_token_ids), limit=40, rows=5, room=48)
-        assert schedule.num_preemptions > 0
+        got, (scheduler,) = generate("graphs", lm, observe=observing(lm.stop_token_ids), limit=40, rows=5, room=48)
+        assert scheduler.num_preemptions > 0
         same(got, want)
     graphs: Any = lm.cuda_graph_runner.prefill_graphs
     assert len(graphs.by_size) > 3 and all(graphs.num_uses[size] == 2 for size in graphs.by_size)
@@ -335,9 +339,9 @@ def test_captured_passes_encode_what_launched_ones_do(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("small_pages")
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
-    ("decoder", "cases"),
+    ("runner", "cases"),
     [
         (PagedRunner, [(0, 8, 5, 48, 0), (1, 8, 12, 60, 0)]),
         ("graphs", [(2, 4, 12, 60, 6)]),
@@ -345,30 +349,30 @@ def test_captured_passes_encode_what_launched_ones_do(monkeypatch: pytest.Monkey
     ],
     ids=["groups", "graphs", "graphs, more settings"],
 )
-def test_who_answers_first_changes_nothing(
-    decoder: Any, cases: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+def test_the_order_of_observations_does_not_change_the_sampled_tokens(
+    runner: Any, cases: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows are parked while their environment works, evicted there too, and come back in any order."""
+    """Sequences are suspended while their environments work, may be preempted then, and resume in any order."""
     lm = model_of()
-    want = plain_conversations()
-    evictions = 0
+    want = eager_conversations()
+    num_preemptions = 0
     for order, together, rows, room, prefill in cases:
         monkeypatch.setattr(decode_loop, "STEPS_PER_LAUNCH", together)
         monkeypatch.setattr(decode_loop, "PREFILL_BREAK_EVEN_STEPS", prefill)
         observe = observing(lm.stop_token_ids)
-        got, (schedule,) = draws(decoder, lm, observe=observe, order=order, limit=40, rows=rows, room=room)
-        evictions += schedule.num_preemptions
-        assert schedule.block_manager.num_free == schedule.block_manager.num_blocks and not schedule.preempted_idle, (
-            "every page came back"
-        )
+        got, (scheduler,) = generate(runner, lm, observe=observe, order=order, limit=40, rows=rows, room=room)
+        num_preemptions += scheduler.num_preemptions
+        assert (
+            scheduler.block_manager.num_free == scheduler.block_manager.num_blocks and not scheduler.preempted_idle
+        ), "every block is free"
         same(got, want)
-    assert evictions > 3
+    assert num_preemptions > 3
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("decoder", [*DECODERS, EagerRunner])
-def test_turns_and_drawn_tokens_have_limits_of_their_own(decoder: Any) -> None:
-    """A turn of five tokens is asked about though it did not end; after nine drawn tokens a response is cut off."""
+@pytest.mark.parametrize("runner", [*RUNNERS, EagerRunner])
+def test_turns_and_sampled_tokens_have_separate_limits(runner: Any) -> None:
+    """A turn ends after five tokens; a response is truncated after nine sampled tokens."""
     lm, asked = model_of(), []
 
     def observe(response: int, tokens: list[int]) -> list[int]:
@@ -378,7 +382,7 @@ def test_turns_and_drawn_tokens_have_limits_of_their_own(decoder: Any) -> None:
     play = AtOnce(observe)
     play.turn_tokens = 5
     made = sampler_of(lm, limit=40, rows=5)
-    made.runner, made.max_sampled_tokens = cuda_graph_runner(lm)[0] if decoder == "graphs" else decoder, 9
+    made.runner, made.max_sampled_tokens = cuda_graph_runner(lm)[0] if runner == "graphs" else runner, 9
     rollouts = made.generate(replace(Prompts.of(prompts_of()), start_episodes=play), 4)
     assert (rollouts.length <= 9).all() and (rollouts.length == 9).any()
     assert rollouts.truncated.all()
@@ -391,16 +395,18 @@ def test_turns_and_drawn_tokens_have_limits_of_their_own(decoder: Any) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "Gemma", "Phi3"])
 @pytest.mark.parametrize("size", [1, 3, 64])
-def test_the_size_of_a_page_changes_nothing(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_size_does_not_change_the_sampled_tokens(
+    kind: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lm = model_of(kind)
-    want, _ = draws(PlainDecoderWithSchedule, lm)
+    want, _ = generate(EagerRunnerWithoutScheduler, lm)
     monkeypatch.setattr(paged, "WIDE_BLOCK_SIZE", size)
-    same(draws(PagedRunner, lm, rows=5)[0], want)
+    same(generate(PagedRunner, lm, rows=5)[0], want)
 
 
 @torch.no_grad()
-def test_a_row_extended_piece_by_piece_has_the_hidden_states_of_one_forward_pass() -> None:
-    """A prompt, then three pieces of a text behind it, on scattered pages, beside another row."""
+def test_chunked_prefill_computes_the_hidden_states_of_one_forward_pass() -> None:
+    """A prompt, then three chunks of text after it, on scattered blocks, beside another sequence."""
     lm = model_of()
     ids = torch.randint(lm.vocab_size, (29,), generator=torch.Generator().manual_seed(0)).tolist()
     want = lm.backbone(torch.tensor([ids])).last_hidden_state[0]
@@ -418,8 +424,8 @@ def test_a_row_extended_piece_by_piece_has_the_hidden_states_of_one_forward_pass
 
 
 @torch.no_grad()
-def test_rows_of_the_same_lengths_are_extended_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three prompts, two of them as long as each other; then as many tokens behind each. Against one pass for each."""
+def test_segments_of_equal_lengths_are_prefilled_in_one_attention_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three prompts, two of equal length; then equally many tokens after each. Compared with one forward pass each."""
     from ascent.models.packed_attention import packed_attention_enabled
 
     lm, cache, calls, plain = model_of(), PagedKVCache(12, 4), [], F.scaled_dot_product_attention
@@ -438,8 +444,8 @@ def test_rows_of_the_same_lengths_are_extended_in_one_call(monkeypatch: pytest.M
         layers = len(calls) // 2
         assert calls == [2, 1] * layers
         behind = [
-            PrefillSegment(pages, 4, 0, one.block_table, one.num_tokens)
-            for pages, one in zip(own, prompts, strict=True)
+            PrefillSegment(blocks, 4, 0, one.block_table, one.num_tokens)
+            for blocks, one in zip(own, prompts, strict=True)
         ]
         tokens = [row[one.prompt_length : one.prompt_length + 4].tolist() for row, one in zip(ids, behind, strict=True)]
         got = prefill_segments(lm, cache, tokens, behind)
@@ -450,58 +456,58 @@ def test_rows_of_the_same_lengths_are_extended_in_one_call(monkeypatch: pytest.M
 
 
 @pytest.mark.long
-def test_the_cache_holds_what_is_used_and_not_what_might_be() -> None:
-    """Responses that end early under a limit of 2,000 tokens have pages for the tokens that they have."""
+def test_blocks_are_allocated_for_actual_lengths_and_not_for_the_limit() -> None:
+    """Responses that end early under a limit of 2,000 tokens use blocks only for the tokens that they have."""
     lm = model_of()
-    rollouts, (schedule,) = draws(PagedRunner, lm, limit=2000, rows=12)
+    rollouts, (scheduler,) = generate(PagedRunner, lm, limit=2000, rows=12)
     longest = int(rollouts.mask.sum(-1).max())
     assert longest < 400
     assert (
-        schedule.block_manager.peak_used * paged.WIDE_BLOCK_SIZE
+        scheduler.block_manager.peak_used * paged.WIDE_BLOCK_SIZE
         <= 12 * (longest + paged.WIDE_BLOCK_SIZE) + 3 * paged.WIDE_BLOCK_SIZE
     )
 
 
 @pytest.mark.long
-def test_a_somewhat_longer_prompt_needs_no_new_board() -> None:
-    """Making one anew captures the graphs again, which takes seconds."""
-    lm, boards = model_of(), []
-    decoder = cuda_graph_runner(lm)[0]
-    assert decoder is not None
+def test_a_somewhat_longer_prompt_reuses_the_decode_state() -> None:
+    """A new decode state captures its graphs again, which takes seconds."""
+    lm, decode_states = model_of(), []
+    runner = cuda_graph_runner(lm)[0]
+    assert runner is not None
     for width in (60, 66, 64 * 9):
         made = sampler_of(lm, limit=200, rows=8)
-        made.runner = decoder
+        made.runner = runner
         made.generate(Prompts.of(torch.ones(2, width, dtype=torch.long)), 4)
-        boards.append(decoder.decode_state)
-    assert boards[0] is boards[1] and boards[1] is not boards[2]
+        decode_states.append(runner.decode_state)
+    assert decode_states[0] is decode_states[1] and decode_states[1] is not decode_states[2]
 
 
-def test_a_board_that_has_all_the_room_there_is_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_state_that_fills_the_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = model_of()
-    decoder = cuda_graph_runner(lm)[0]
-    assert decoder is not None
-    monkeypatch.setattr(decoder, "on_gpu", True)
+    runner = cuda_graph_runner(lm)[0]
+    assert runner is not None
+    monkeypatch.setattr(runner, "on_gpu", True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**6, 10**9))
     for name in ("memory_reserved", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
-    few = decoder._num_blocks(10**6, 3)
-    assert 3 < few < 10**6 and decoder.memory_full
+    few = runner._num_blocks(10**6, 3)
+    assert 3 < few < 10**6 and runner.memory_full
     monkeypatch.setattr(lm, "gpu_memory_limit", 5 * 10**5)
-    assert decoder._num_blocks(10**6, 3) == few // 2, "half of the card is another run's"
+    assert runner._num_blocks(10**6, 3) == few // 2, "half of the GPU belongs to another run"
     monkeypatch.undo()
-    monkeypatch.setattr(decoder, "on_gpu", False)
-    decoder.prepare(2, few, 4, 9)
-    assert decoder._num_blocks(2 * 10**6, 3) == few
-    assert decoder._num_blocks(few - 1, 3) == few - 1
+    monkeypatch.setattr(runner, "on_gpu", False)
+    runner.prepare(2, few, 4, 9)
+    assert runner._num_blocks(2 * 10**6, 3) == few
+    assert runner._num_blocks(few - 1, 3) == few - 1
 
 
-def uneven(keys: list[int], heads: int = 2) -> bool:
+def should_split_kv(keys: list[int], heads: int = 2) -> bool:
     chosen = type("Chosen", (), {"model": type("net", (), {"num_kv_heads": heads})()})()
     return cuda_graph.CudaGraphRunner.should_split_kv(chosen, keys)
 
 
-def test_long_rows_are_shared_out_where_they_would_hold_the_others_up() -> None:
-    assert not uneven([2000] * 256), "equal rows fill the card by themselves"
-    assert not uneven([200] * 8), "short ones are quick"
-    assert uneven([2000] * 8), "a few would leave the card idle"
-    assert uneven([300] * 511 + [8000]), "one would keep the others waiting"
+def test_split_kv_is_used_where_long_sequences_would_delay_the_others() -> None:
+    assert not should_split_kv([2000] * 256), "many equal sequences fill the GPU"
+    assert not should_split_kv([200] * 8), "short sequences are fast"
+    assert should_split_kv([2000] * 8), "few sequences leave the GPU idle"
+    assert should_split_kv([300] * 511 + [8000]), "one long sequence delays the others"

@@ -1,4 +1,4 @@
-"""Where a response ends: stop strings, the fewest tokens, and limits of its own; the same for every decoder."""
+"""Where a response ends: stop strings, min_tokens and limits per prompt; the same for every runner."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PIECES = [b"a", b"b", b"\n", b"", b"c", b"ab", b"ca", b"\n\n", b" b", b" ", b"."
 PIECES += [b"\xe2\x82", b"\xac", b"\xaca", b"a\xe2", b"\x82", b"a.\n", b"d", b"ef", b"\xe2\x82\xac"]
 PIECES += [bytes([c]) for c in b"fghijklmnopqr"]
 """The text of each token; the one without any is the end token."""
-DECODERS = [PagedRunner, EagerRunner, "graphs"]
+RUNNERS = [PagedRunner, EagerRunner, "graphs"]
 
 
 @cache
@@ -72,7 +72,7 @@ def tokenizer_of(kind: str = "bytes") -> Any:
 
 
 def first_end(tokenizer: Any, strings: tuple[str, ...], tokens: list[int]) -> int:
-    """The definition: the fewest tokens whose text has one of the strings, or of which the last is one; 0: none are."""
+    """The definition: the length of the shortest prefix that contains a stop string or ends with its special token."""
     texts = (tokenizer.decode(tokens[: k + 1], skip_special_tokens=True) for k in range(len(tokens)))
     named = [token for token in tokenizer.all_special_ids if tokenizer.decode([token]) in strings]
     return next((k + 1 for k, text in enumerate(texts) if tokens[k] in named or any(s in text for s in strings)), 0)
@@ -126,8 +126,8 @@ def test_only_what_a_token_completes_counts() -> None:
     assert [stops.end(tokens, start) for start in range(5)] == [1, 4, 4, 4, 5]
 
 
-def test_a_long_run_of_bytes_is_read_as_a_whole() -> None:
-    """Its text is torn or whole together, so what stands far in front of the last token decides."""
+def test_a_long_run_of_bytes_is_decoded_as_a_whole() -> None:
+    """Its bytes decode together or not at all, depending on tokens far before the last one."""
     tokenizer = tokenizer_of("marks")
     for first, end in (([0], 82), ([0, 4], 0)):  # the second has a byte too many
         tokens = [*first, *[4, 5] * 40, 10]
@@ -136,7 +136,7 @@ def test_a_long_run_of_bytes_is_read_as_a_whole() -> None:
         )
 
 
-# ---- the decoders ---------------------------------------------------------------------------------------------
+# ---- the runners ---------------------------------------------------------------------------------------------
 
 
 @cache
@@ -161,7 +161,7 @@ def drawn_by(decoder: Any, limits: list[int] | None = None, observe: Any = None,
     return sampler.generate(prompts, 4, greedy)
 
 
-def cut(rollouts: Rollouts, lengths: torch.Tensor, ended: torch.Tensor) -> Rollouts:
+def truncate(rollouts: Rollouts, lengths: torch.Tensor, ended: torch.Tensor) -> Rollouts:
     """The first tokens of each response."""
     mask = rollouts.mask & (torch.arange(rollouts.mask.shape[-1]) < lengths.unsqueeze(-1))
     mask = mask[..., : int(lengths.max())]
@@ -175,8 +175,8 @@ def cut(rollouts: Rollouts, lengths: torch.Tensor, ended: torch.Tensor) -> Rollo
     )
 
 
-def tidy(rollouts: Rollouts) -> Rollouts:
-    """What is drawn behind the end is nobody's: 0 here."""
+def zero_padding(rollouts: Rollouts) -> Rollouts:
+    """Set tokens and log-probs after the end to 0."""
     zeroed = {name: torch.where(rollouts.mask, getattr(rollouts, name), 0) for name in ("response", "logp_sampler")}
     return replace(rollouts, **zeroed)
 
@@ -185,10 +185,10 @@ def tidy(rollouts: Rollouts) -> Rollouts:
 @pytest.mark.parametrize(
     ("decoder", "steps"), [(PagedRunner, 1), (EagerRunner, 1), ("graphs", 1), ("graphs", 4), ("graphs", 7)]
 )
-def test_every_decoder_cuts_where_the_text_has_the_string(
+def test_every_runner_stops_where_the_text_contains_the_string(
     decoder: Any, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The responses are those without stop strings, up to the token that completes one; log-probs are as drawn."""
+    """Responses equal those without stop strings, up to the token that completes one, with the same log-probs."""
     monkeypatch.setattr(decode_loop, "STEPS_PER_LAUNCH", steps)
     strings = ("é", "€", "bc", "aa", "l")
     plain = drawn_by(PagedRunner)
@@ -198,18 +198,18 @@ def test_every_decoder_cuts_where_the_text_has_the_string(
         if found := first_end(tokenizer_of(), strings, tokens):
             lengths[p, s], ended[p, s] = found, True
     assert (lengths < plain.length).sum() > 3 and not ended.all()
-    same(tidy(drawn_by(decoder, stop=strings)), cut(plain, lengths, ended))
+    same(zero_padding(drawn_by(decoder, stop=strings)), truncate(plain, lengths, ended))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("decoder", DECODERS)
-def test_every_decoder_keeps_the_limit_of_each_prompt(decoder: Any) -> None:
-    """A response that reaches its own limit is cut off there; the run's limit stays what it is."""
+@pytest.mark.parametrize("decoder", RUNNERS)
+def test_every_runner_respects_the_limit_of_each_prompt(decoder: Any) -> None:
+    """A response is truncated at the limit of its prompt; the limit of the run stays the same."""
     plain, limits = drawn_by(PagedRunner), torch.tensor([3, 24, 9])
     lengths = torch.minimum(plain.length, limits[:, None])
     ended = ~plain.truncated & (plain.length <= limits[:, None])
     got = drawn_by(decoder, limits=limits.tolist())
-    same(tidy(got), cut(plain, lengths, ended))
+    same(zero_padding(got), truncate(plain, lengths, ended))
     assert got.limit == 24 and got.limits is not None and got.limits.tolist() == limits.tolist()
 
 
@@ -220,19 +220,19 @@ def test_no_decoder_ends_a_response_before_its_fewest_tokens(how: dict[str, Any]
     lm, least = one_model(soon=True), 6
     how = {**how, "lm": lm, "stop": ("b", "c", "f"), "limit": 14}
     before = drawn_by(PagedRunner, **how)
-    got, *others = (drawn_by(decoder, min_tokens=least, **how) for decoder in DECODERS)
+    got, *others = (drawn_by(decoder, min_tokens=least, **how) for decoder in RUNNERS)
     assert int(before.length.min()) < least <= int(got.length.min()) < 14
     assert not (got.response[..., :least] == END).any()
     for other in others:
-        same(tidy(other), tidy(got), bound=2e-5)
+        same(zero_padding(other), zero_padding(got), bound=2e-5)
     if "temperature" not in how:
         with torch.no_grad():
             assert (language_logp(lm, rewarded(got)) - got.logp_sampler)[got.mask].abs().max() < 2e-5
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("decoder", DECODERS)
-def test_the_mass_is_what_the_end_token_left(decoder: Any) -> None:
+@pytest.mark.parametrize("decoder", RUNNERS)
+def test_the_kept_mass_excludes_the_end_token_before_min_tokens(decoder: Any) -> None:
     """M = 1 − p(end) before the fewest tokens, 1 behind them; the log-prob is over the whole vocabulary."""
     lm = one_model(soon=True)
     got = drawn_by(decoder, lm=lm, min_tokens=4, limit=8)
@@ -270,7 +270,7 @@ def test_barred_tokens_come_before_top_p() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("decoder", RUNNERS)
 def test_a_stop_string_ends_a_turn(decoder: Any) -> None:
     """What follows it is the observation; a string in an observation, or one that begins there, does not count."""
     turns: dict[int, list[list[int]]] = {}
@@ -357,12 +357,12 @@ def test_stop_strings_are_words_on_the_command_line_and_a_list_in_files(tmp_path
         ("sort", {"min_tokens": 2}, "--min-tokens: there is no such setting for sort"),
     ],
 )
-def test_what_cannot_be_is_refused(task: str, given: dict[str, Any], words: str) -> None:
+def test_impossible_settings_are_rejected(task: str, given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         configure(task, given)
 
 
-def test_rows_of_a_mixture_have_limits_of_their_own(tmp_path: Path) -> None:
+def test_rows_of_a_data_set_have_separate_limits(tmp_path: Path) -> None:
     """They go with the prompts, drawn or held out; null is --max-tokens, which no row exceeds, and a note says so."""
     file = rows_file(tmp_path, *[3, None, 40] * 8)
     task = configure(f"jsonl:{file}", {"limit_column": "most", "max_tokens": 16}).task
@@ -381,7 +381,7 @@ def test_rows_of_a_mixture_have_limits_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, -3, 2.5, "9", True, 4])
-def test_a_row_with_an_impossible_limit_is_refused_with_its_place(tmp_path: Path, limit: Any) -> None:
+def test_a_row_with_an_impossible_limit_is_rejected_with_its_line(tmp_path: Path, limit: Any) -> None:
     task = configure(f"jsonl:{rows_file(tmp_path, 7, limit)}", {"limit_column": "most", "min_tokens": 5}).task
     with pytest.raises(ConfigError, match=r"mixture.jsonl.*2.*column most"):
         task.verify()

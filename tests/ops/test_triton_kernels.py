@@ -24,7 +24,7 @@ from ascent.models.lm_head import LMHeadReference
 from ascent.ops import decode_ops
 from ascent.ops.decode_state import BLOCK_SIZE, FORCED_LENGTH
 from ascent.training.compact_adamw import ReferenceOps, join_master, random_keys, split_master
-from tests.inference.test_cuda_graph_runner import busy, random_turn
+from tests.inference.test_cuda_graph_runner import filled_state, random_attention_params
 from tests.triton_interpreter import INSTRUCTIONS, Interpreter, is_interpreted, spans_of
 
 INTERPRETED = is_interpreted() and not torch.cuda.is_available()
@@ -274,10 +274,10 @@ def check_attention(dtype: torch.dtype, patch: pytest.MonkeyPatch, cuts: Iterabl
         cuts, ((False, 3, None, 32), (True, 1, None, 16), (True, 2, 1.0, 24), (True, 17, 0.0, 8)), strict=True
     ):
         patch.setattr(triton_paged_attention, "MANY_PROGRAMS", 1 if repeat == 3 else 1000)
-        mine, plain = busy(dtype, DEVICE, channel), busy(torch.float64, DEVICE, channel)
+        mine, plain = filled_state(dtype, DEVICE, channel), filled_state(torch.float64, DEVICE, channel)
         for ours, theirs in zip(mine.cache.layers[0], plain.cache.layers[0], strict=True):
             theirs.copy_(ours)
-        turn = random_turn(dtype, DEVICE, normed, channel, add)
+        turn = random_attention_params(dtype, DEVICE, normed, channel, add)
         exact_norms = (
             None if turn.qk_norms is None else tuple(n._replace(weight=n.weight.double()) for n in turn.qk_norms)
         )
@@ -353,7 +353,7 @@ def draws(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
     from ascent.ops import triton_decoding
 
     for vocab, greedy in ((37, False), (37, True), (1, False), (257, False), (9001, False), (9001, True)):
-        mine, plain = busy(torch.float32, DEVICE), busy(torch.float32, DEVICE)
+        mine, plain = filled_state(torch.float32, DEVICE), filled_state(torch.float32, DEVICE)
         for board in (mine, plain):
             board.temperature.fill_(0.7)
             board.stop_tokens[0] = 5
