@@ -37,8 +37,8 @@ def test_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("```python\nprint(1)\n```\n\n```text\n2\n```\n", "the code prints"),
         ("```python\nprint('| 1 |')\n```\n\n| 2 |\n", "the code prints"),
         ("```python\nprint(1)\n```\n\nWords.\n", "the code prints"),
-        ("```console\nascent explain nothing\n```\n", "did not end well"),
-        ("```console\nls\n```\n", "did not end well"),
+        ("```console\nascent explain nothing\n```\n", "this command failed"),
+        ("```console\nls\n```\n", "this command failed"),
         ("```console\nascent explain raw\n```\n\n```text\nδ = 2 R\n```\n", "does not print"),
     ],
 )
