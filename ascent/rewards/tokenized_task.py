@@ -19,7 +19,7 @@ from ascent.rewards.reward_manager import RewardManager, StartedRewards
 from ascent.tasks import scoring
 from ascent.tasks.base import ReadablePrompt, TaskWrapper
 from ascent.tasks.epochs import EpochSampler, StreamSampler
-from ascent.tasks.text.answer_checking import loose_answer, tidy, value_of, whole_number
+from ascent.tasks.text.answer_checking import lenient_answer, number_value, sole_number, strip_decoration
 from ascent.tasks.text.python_rows import STREAM_BUFFER_SIZE
 from ascent.tasks.text.text_task import Message, Problem, TextTask
 
@@ -304,9 +304,9 @@ class TokenizedTask(TaskWrapper):
         The task's method `answer(response)` extracts it if defined; otherwise it is extracted as for the lenient score.
         """
         hook = getattr(self.task, "answer", None)
-        given = loose_answer(response, answer) if hook is None else hook(response) or ""
-        value = value_of(whole_number(given))
-        return str(value) if value is not None else " ".join(tidy(given).casefold().split())
+        given = lenient_answer(response, answer) if hook is None else hook(response) or ""
+        value = number_value(sole_number(given))
+        return str(value) if value is not None else " ".join(strip_decoration(given).casefold().split())
 
     def encode_prompts(self, texts: Sequence[str], plain: bool) -> tuple[Prompts, list[str]]:
         """Encode prompts that a user typed, as in training. Their responses cannot be scored."""

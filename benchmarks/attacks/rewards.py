@@ -267,7 +267,7 @@ def in_a_run(deed: str) -> Callable[[Path], str | None]:
 
     def attempt(folder: Path) -> str | None:
         os.chdir(folder)
-        sorting.OWN_SECONDS = 0.5
+        sorting.USER_REWARD_SECONDS = 0.5
         body = f"    if response[0] == 2:\n        {DOES[deed]}\n    return response[0]\n"
         (folder / "r.py").write_text(f"import os, sys, time\n\n\ndef f(prompt, response):\n{body}")
         small = {"length": 2, "numbers": 3, "prompts": 1, "samples": 6, "eval_prompts": 2, "steps": 2}
@@ -307,7 +307,7 @@ def grade_in_process() -> None:
 
         def close(self) -> None: ...
 
-    sorting.own_pool = lambda source, _: Here(source)  # type: ignore[assignment]
+    sorting.user_reward_pool = lambda source, _: Here(source)  # type: ignore[assignment]
 
 
 def attacks(_: Path) -> list[Attack]:

@@ -71,7 +71,7 @@ def test_without_a_key_none_is_sent(cache: Path, monkeypatch: pytest.MonkeyPatch
 
 # ---- trouble that passes ----------------------------------------------------------------------------
 
-PASSING: dict[str, Callable[[], Reply]] = {
+RETRIED_STATUSES: dict[str, Callable[[], Reply]] = {
     "slow": lambda: Reply(delay=0.6),
     "a byte now and then": lambda: Reply(trickle=0.05),
     "malformed JSON": lambda: Reply(raw=b'{"choices": [{"mess'),
@@ -86,9 +86,9 @@ PASSING: dict[str, Callable[[], Reply]] = {
 }
 
 
-@pytest.mark.parametrize("trouble", PASSING)
+@pytest.mark.parametrize("trouble", RETRIED_STATUSES)
 def test_what_passes_is_waited_out(trouble: str, cache: Path) -> None:
-    with serving(lambda _, number: PASSING[trouble]() if number == 0 else Reply("Score: 10")) as server:
+    with serving(lambda _, number: RETRIED_STATUSES[trouble]() if number == 0 else Reply("Score: 10")) as server:
         client = client_of(server, cache)
         assert score_responses(client, [("p", "r", None)])[0].value == 1.0  # type: ignore[union-attr]
     assert (client.usage.retried, client.usage.asked, server.count) == (1, 1, 2)
@@ -105,7 +105,7 @@ LAST_WORDS = {
 
 @pytest.mark.parametrize("trouble", LAST_WORDS)
 def test_what_does_not_pass_is_an_error_and_no_number(trouble: str, cache: Path) -> None:
-    with serving(lambda *_: PASSING[trouble]()) as server:
+    with serving(lambda *_: RETRIED_STATUSES[trouble]()) as server:
         patience = 0.1 if trouble == "slow" else 5  # a busy machine is slow too
         found = scores(server, cache, ["r"], retries=2, timeout=patience)[0]
     assert isinstance(found, JudgeTimeoutError)

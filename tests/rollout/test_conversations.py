@@ -499,9 +499,9 @@ def test_files_of_pairs_and_offline_data_have_no_conversations(place: Path, tmp_
         ({"tools": ("calculator",), "environment": "python:x.py:Y"}, "only one of them can answer a turn"),
         ({"tools": ("calclator",)}, "calculator"),
         ({"environment": "guess"}, "python:FILE:CLASS"),
-        ({"max_turns": 0}, "one turn or more"),
-        ({"turn_seconds": 0.0}, "some time"),
-        ({"max_context": 10}, "counts the prompt too"),
+        ({"max_turns": 0}, "--max-turns and --turn-workers must be at least 1"),
+        ({"turn_seconds": 0.0}, "--turn-seconds above 0"),
+        ({"max_context": 10}, "includes the prompt"),
     ],
 )
 def test_impossible_conversation_settings_are_refused(place: Path, settings: dict[str, Any], why: str) -> None:

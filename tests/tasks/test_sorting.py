@@ -298,7 +298,7 @@ def test_a_failed_reward_is_an_error_and_never_a_silent_zero(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of four responses, [9 9 9], fails: it is masked, named and counted; the other three are as they were."""
-    monkeypatch.setattr(sorting, "OWN_SECONDS", 3.0)
+    monkeypatch.setattr(sorting, "USER_REWARD_SECONDS", 3.0)
     expression, reason = BAD[kind]
     body = f"def f(prompt, response):\n    return {expression} if response[0] == 9 else 1.5\n"
     scores = score_own(tmp_path, body)

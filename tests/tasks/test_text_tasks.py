@@ -48,10 +48,10 @@ from ascent.tasks.text.answer_checking import (
     check_math,
     check_number,
     last_number,
-    loose_answer,
+    lenient_answer,
     marked_answer,
+    number_value,
     same_number,
-    value_of,
 )
 from ascent.tasks.text.countdown import evaluate_expression
 from ascent.tasks.text.text_task import Generated
@@ -154,7 +154,7 @@ def test_the_last_number_of_a_text(text: str) -> None:
 def test_an_integer_is_found_in_any_wrapping(value: int, wrapping: str) -> None:
     for spelled in (str(value), f"{value:,}", str(value).replace("-", "−"), f"{value}.0"):
         found = last_number(wrapping.format(spelled))
-        assert value_of(found) == value, (wrapping, spelled)
+        assert number_value(found) == value, (wrapping, spelled)
 
 
 @given(st.text(max_size=200))
@@ -162,9 +162,9 @@ def test_no_text_breaks_the_search_for_numbers(text: str) -> None:
     for found in (
         last_number(text),
         marked_answer(text),
-        loose_answer(text, "7"),
-        loose_answer(text, "a b"),
-        loose_answer(text, None),
+        lenient_answer(text, "7"),
+        lenient_answer(text, "a b"),
+        lenient_answer(text, None),
     ):
         assert found is None or isinstance(found, str)
     for check in (check_exact, check_number):
@@ -177,7 +177,7 @@ def test_no_text_breaks_the_search_for_numbers(text: str) -> None:
 )
 def test_absurd_numbers_are_none_and_take_no_time(text: str) -> None:
     """Exact arithmetic on 1e999999999 would fill the memory."""
-    assert value_of(last_number(text)) is None
+    assert number_value(last_number(text)) is None
     assert not same_number(last_number(text), last_number(text))
     assert not check_number("7", text)[1]
 
@@ -186,7 +186,7 @@ def test_numbers_are_compared_exactly() -> None:
     assert same_number("0.50", "1/2")
     assert not same_number("0.333", "1/3")
     assert not same_number(None, None), "two absent numbers are not the same number"
-    assert value_of("-1.5e2") == Fraction(-150)
+    assert number_value("-1.5e2") == Fraction(-150)
 
 
 # ---- where the answer stands ----------------------------------------------------------------------

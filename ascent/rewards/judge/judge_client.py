@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from ascent.core.errors import ConfigError, RunError
 from ascent.processes.user_state import lock_file
-from ascent.rewards.judge.judge_settings import SHORTEST_SECRET, Judge
+from ascent.rewards.judge.judge_settings import MIN_SECRET_LENGTH, Judge
 from ascent.rewards.judge.pattern_search import PatternSearcher
 from ascent.tasks.text.text_task import Message
 
@@ -32,16 +32,16 @@ Answer = dict[str, Any]
 Parse = Callable[[Answer, float], Any]
 """Reads the verdict of an answer until a moment of `time.monotonic`, or raises Unparsed."""
 Done = Callable[[int], None]
-LONGEST_WAIT = 30.0
+MAX_WAIT_SECONDS = 30.0
 """Maximum seconds between two tries, unless a Retry-After header asks for more."""
-FATAL = (401, 403, 404)
-PASSING = (408, 409, 425, 429)
+FATAL_STATUSES = (401, 403, 404)
+RETRIED_STATUSES = (408, 409, 425, 429)
 """Statuses that are retried, in addition to every 5xx."""
-GIVE_UP = 8
+MAX_SILENT_QUESTIONS = 8
 """After this many questions in a row without any answer, the remaining ones are not asked."""
 ENVELOPE, TOKEN = 1 << 16, 32
 """Maximum bytes of a reply: without its tokens, and per token that it may have."""
-MOST_TOKENS = 1 << 17
+MAX_REPLY_TOKENS = 1 << 17
 """Tokens that a reply may have if the request names no limit, or a larger one."""
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 EXCERPT = 160
@@ -112,7 +112,7 @@ class JudgeClient:
         except ImportError:
             raise ConfigError("a judge needs httpx: pip install 'ascent-rl[judge]'") from None
         self._httpx = httpx
-        key, n = self.judge.key, SHORTEST_SECRET
+        key, n = self.judge.key, MIN_SECRET_LENGTH
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         self._headers |= {"Authorization": f"Bearer {key}"} if key else {}
         self._key_parts = {key[i : i + n] for i in range(len(key) - n + 1)}
@@ -172,7 +172,7 @@ class JudgeClient:
         """Request an answer, with retries until the deadline, save it, and read its verdict."""
         judge = self.judge
         async with self._slots:
-            if self._silent >= GIVE_UP:
+            if self._silent >= MAX_SILENT_QUESTIONS:
                 raise JudgeTimeoutError(f"not asked, because the last {self._silent} questions got no answer at all")
             end = time.monotonic() + judge.deadline
             for attempt in range(judge.retries + 1):
@@ -188,7 +188,7 @@ class JudgeClient:
                     self.usage.asked += 1
                     return await asyncio.to_thread(parse, answer, end)
                 # exponential, and shortened at random so that not all requests come back at once
-                own = min(LONGEST_WAIT, judge.backoff * 2**attempt) * random.uniform(0.5, 1.0)
+                own = min(MAX_WAIT_SECONDS, judge.backoff * 2**attempt) * random.uniform(0.5, 1.0)
                 resume = time.monotonic() + max(own, wait)
                 if attempt == judge.retries or resume >= end:
                     break
@@ -224,10 +224,10 @@ class JudgeClient:
         if status == 200:
             return self._content(text)
         why = f"{status}: {self._excerpt(_error_message(text)) or 'no text'}"
-        if status in FATAL:
+        if status in FATAL_STATUSES:
             advice = f"set the key in ${self.judge.key_env}" if status != 404 else "check --url and --model"
             raise RunError(f"the judge at {url} refuses with {why}. No retry helps: {advice}")
-        if status in PASSING or status >= 500:
+        if status in RETRIED_STATUSES or status >= 500:
             raise _RetryError(why, _retry_after(reply.headers.get("retry-after", "")))
         raise JudgeTimeoutError(f"the judge refuses with {why}")
 
@@ -255,7 +255,7 @@ class JudgeClient:
 
     def _masked(self, text: str) -> str:
         """The text without the key and without any part of it that is long enough to be a secret."""
-        n, pieces, end = SHORTEST_SECRET, [], 0
+        n, pieces, end = MIN_SECRET_LENGTH, [], 0
         for i in (i for i in range(len(text) - n + 1) if text[i : i + n] in self._key_parts):
             if i >= end:
                 pieces += [text[end:i], "***"]
@@ -298,8 +298,8 @@ def _error_message(text: str) -> str:
 def largest_reply(body: dict[str, Any]) -> int:
     """Maximum bytes of a reply to a request. Thoughts count as tokens, wherever the reply has them."""
     limits = [body.get(name) for name in ("max_tokens", "max_completion_tokens")]
-    tokens = max((limit for limit in limits if type(limit) is int), default=MOST_TOKENS)
-    return ENVELOPE + TOKEN * max(0, min(tokens, MOST_TOKENS))
+    tokens = max((limit for limit in limits if type(limit) is int), default=MAX_REPLY_TOKENS)
+    return ENVELOPE + TOKEN * max(0, min(tokens, MAX_REPLY_TOKENS))
 
 
 # ---- the answers so far, on disk -----------------------------------------------------------------------

@@ -20,7 +20,7 @@ from ascent.settings import settings_of
 from ascent.tasks.text.text_task import Message
 
 Prompt = str | list[Message]
-SHORTEST_SECRET = 8
+MIN_SECRET_LENGTH = 8
 """Shorter keys are dummies (0, EMPTY), and are no secret."""
 
 SCORE = """\
@@ -173,7 +173,7 @@ class Judge:
     @property
     def exposed(self) -> bool:
         """Whether others can read the key on its way."""
-        return len(self.key) >= SHORTEST_SECRET and not self.local and self.url.startswith("http:")
+        return len(self.key) >= MIN_SECRET_LENGTH and not self.local and self.url.startswith("http:")
 
     def validated(self) -> Judge:
         """This judge; refused if it lacks an address or a model, or if its key cannot be sent or would be exposed."""

@@ -48,12 +48,12 @@ REWARDS = {
 Numbers = Int[Tensor, "prompt position"]
 Responses = Int[Tensor, "prompt sample position"]
 
-OWN_WORKERS, OWN_SECONDS, OWN_MEMORY = 2, 10.0, 4.0
-"""Processes for a reward of a user's own, seconds that one response may take, and GiB of each process."""
-NOTHING = -1
+USER_REWARD_WORKERS, USER_REWARD_SECONDS, USER_REWARD_MEMORY = 2, 10.0, 4.0
+"""Number of workers of a user-defined reward, time limit per response, and memory limit per worker in GiB."""
+NO_NUMBER = -1
 """Stands at a response position that holds no number: after the end, or the end token itself."""
 _HELD_OUT_ONE_IN = 5
-_MOST_ENUMERATED = 200_000
+_MAX_ENUMERATED = 200_000
 """Up to this many prompts all are enumerated to find the held-out ones."""
 _REDRAWS = 8
 """How often two responses of equal reward are drawn again."""
@@ -64,8 +64,8 @@ def response_numbers(rollouts: Rollouts, space: Space) -> Responses:
     if space.end is None:
         return rollouts.response
     held = rollouts.mask & (rollouts.response != space.end)
-    kept = torch.where(held, rollouts.response, NOTHING)[..., : space.prompt_length]
-    return torch.nn.functional.pad(kept, (0, space.prompt_length - kept.shape[-1]), value=NOTHING)
+    kept = torch.where(held, rollouts.response, NO_NUMBER)[..., : space.prompt_length]
+    return torch.nn.functional.pad(kept, (0, space.prompt_length - kept.shape[-1]), value=NO_NUMBER)
 
 
 def position_points(prompt: Numbers, response: Responses) -> Float[Tensor, "prompt sample position"]:
@@ -76,7 +76,7 @@ def position_points(prompt: Numbers, response: Responses) -> Float[Tensor, "prom
 def inclusion_ordering(prompt: Numbers, response: Responses) -> Float[Tensor, "prompt sample"]:
     included = (prompt[:, None, :, None] == response[:, :, None, :]).any(-1).sum(-1)
     left, right = response[..., :-1], response[..., 1:]
-    ordered = ((left <= right) & (left != NOTHING)).sum(-1)
+    ordered = ((left <= right) & (left != NO_NUMBER)).sum(-1)
     return (included + ordered).float()
 
 
@@ -132,7 +132,7 @@ def score_sorting(reward: str, rollouts: Rollouts, space: Space) -> Scores:
     if space.end is not None:
         correct &= (rollouts.mask.sum(-1) == space.prompt_length + 1) & ~rollouts.truncated
     if reward.startswith(("python:", "object:")):
-        value, errors = own_reward(reward, rollouts, space)
+        value, errors = user_reward(reward, rollouts, space)
         return Scores(torch.nan_to_num(value).unsqueeze(-1), value.isfinite(), correct, errors)
     if reward == "process":
         tokens = rollouts.mask.shape[-1]
@@ -146,7 +146,9 @@ def score_sorting(reward: str, rollouts: Rollouts, space: Space) -> Scores:
     return Scores(value, torch.ones_like(correct), correct)
 
 
-def own_reward(source: str, rollouts: Rollouts, space: Space) -> tuple[Float[Tensor, "prompt sample"], tuple[str, ...]]:
+def user_reward(
+    source: str, rollouts: Rollouts, space: Space
+) -> tuple[Float[Tensor, "prompt sample"], tuple[str, ...]]:
     """A user's f(prompt, response) on every response: a number, or (number, reason), of which the number counts.
 
     It runs in a process of its own. A reward that fails is NaN here and a reason in the list: never a silent 0. The
@@ -157,7 +159,7 @@ def own_reward(source: str, rollouts: Rollouts, space: Space) -> tuple[Float[Ten
         for prompt, group, masks in zip(rollouts.prompt.tolist(), rollouts.response, rollouts.mask, strict=True)
         for tokens, mask in zip(group, masks, strict=True)
     ]
-    outcomes = own_pool(source, _stamp(source)).run(jobs)
+    outcomes = user_reward_pool(source, _stamp(source)).run(jobs)
     values = [math.nan if outcome.error else outcome.value for outcome in outcomes]
     failed = [(job, outcome.error) for job, outcome in zip(jobs, outcomes, strict=True) if outcome.error]
     errors = tuple(f"prompt {job.prompt}, response {job.response}: {why}" for job, why in failed)
@@ -170,10 +172,14 @@ def _stamp(source: str) -> object:
 
 
 @cache
-def own_pool(source: str, stamp: object) -> RewardWorkerPool:  # noqa: ARG001 (another one as soon as the file has changed)
-    """The processes that compute a reward of a user's own; they start on first use, and again after `close`."""
+def user_reward_pool(source: str, stamp: object) -> RewardWorkerPool:  # noqa: ARG001 (another one as soon as the file has changed)
+    """Return the workers of a user-defined reward; they start on first use, and again after `close`."""
     sent = pickle_object(source, "reward") if source.startswith("object:") else None
-    return RewardWorkerPool([RewardSpec(source, numbers=True, sent=sent)], OWN_WORKERS, Limits(OWN_SECONDS, OWN_MEMORY))
+    return RewardWorkerPool(
+        [RewardSpec(source, numbers=True, sent=sent)],
+        USER_REWARD_WORKERS,
+        Limits(USER_REWARD_SECONDS, USER_REWARD_MEMORY),
+    )
 
 
 @dataclass(frozen=True)
@@ -218,7 +224,7 @@ class SortingTask(SmallTask):
     def close(self) -> None:
         for part in self.rewards:
             if part.kind in FUNCTION_KINDS:
-                own_pool(part.source, _stamp(part.source)).close()
+                user_reward_pool(part.source, _stamp(part.source)).close()
 
     def text(self, ids: list[int]) -> str:
         return "[" + " ".join("end" if i == self.space.end else str(i) for i in ids) + "]"
@@ -269,7 +275,7 @@ class Sort(SortingTask):
                 f"--distinct with --length {self.length} --numbers {self.numbers}: there are not that many different "
                 "numbers; raise --numbers or lower --length"
             )
-        if self._count <= _MOST_ENUMERATED and not len(self.held_out(1)):
+        if self._count <= _MAX_ENUMERATED and not len(self.held_out(1)):
             raise ConfigError(
                 f"--length {self.length} --numbers {self.numbers}: so few prompts that none is held out; raise either"
             )
@@ -301,7 +307,7 @@ class Sort(SortingTask):
 
     def held_out(self, count: int) -> Prompts:
         generator = torch.Generator().manual_seed(0)
-        if self._count <= _MOST_ENUMERATED:
+        if self._count <= _MAX_ENUMERATED:
             prompt = self._every()
             prompt = prompt[self._held_out(prompt)]
         else:

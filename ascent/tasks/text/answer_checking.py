@@ -15,13 +15,13 @@ from fractions import Fraction
 from itertools import product
 from typing import Any
 
-MINUS = str.maketrans({"−": "-", "–": "-", "﹣": "-", "－": "-"})
+MINUS_SIGNS = str.maketrans({"−": "-", "–": "-", "﹣": "-", "－": "-"})
 """Characters that models write for a minus. An em dash is not one."""
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 SIMPLE = rf"(?:{DIGITS})(?:[eE][-+]?[0-9]+)?"
 NUMBER = re.compile(rf"(?P<sign>(?<![\w)\]}}])[-+])?(?:[$€£]\s?(?P<lower>-)?)?(?<!\w)(?P<size>{SIMPLE}(?:/{SIMPLE})?)")
 """A number in running text: not the 2 of x2, and 4, not −4, in 3-4."""
-LONGEST = 400
+MAX_DIGITS = 400
 """Numbers with more digits, or with a larger exponent, are ignored: exact arithmetic on them would take forever."""
 MARKS = re.compile(
     r"####|\\boxed\s*\{|<answer>|(?:^|(?<=[\s*_(>]))(?:the\s+|my\s+)?(?:final\s+)?answer[\s*_]*:", re.IGNORECASE
@@ -38,7 +38,7 @@ CLOSING = WRAPPING + ".!%$)]}"
 """Characters that may follow the last number at the end."""
 
 
-Verdict = tuple[bool, bool, str]
+CheckResult = tuple[bool, bool, str]
 """Is it strictly right, is it leniently right, and why."""
 
 
@@ -48,19 +48,19 @@ def last_number(text: str) -> str | None:
     return _spell(numbers[-1]) if numbers else None
 
 
-def whole_number(text: str) -> str | None:
+def sole_number(text: str) -> str | None:
     """The number that a text consists of, if it is one and nothing else but a currency, a percent sign or a dot."""
     match = NUMBER.fullmatch(_plain(text).strip(WRAPPING).strip("$").rstrip("%").rstrip(".").rstrip("%").strip())
     return _spell(match) if match else None
 
 
-def value_of(number: str | None) -> Fraction | None:
+def number_value(number: str | None) -> Fraction | None:
     """The exact value of a plainly spelled number; None for anything else, for x/0 and for absurdly long ones."""
-    if number is None or len(number) > LONGEST:
+    if number is None or len(number) > MAX_DIGITS:
         return None
     parts = number.split("/")
     try:
-        if any(abs(int(part.lower().partition("e")[2] or 0)) > LONGEST for part in parts):
+        if any(abs(int(part.lower().partition("e")[2] or 0)) > MAX_DIGITS for part in parts):
             return None
         values = [Fraction(part) for part in parts]
         return values[0] / values[1] if len(values) == 2 else values[0]
@@ -69,12 +69,12 @@ def value_of(number: str | None) -> Fraction | None:
 
 
 def same_number(one: str | None, other: str | None) -> bool:
-    return (value := value_of(one)) is not None and value == value_of(other)
+    return (value := number_value(one)) is not None and value == number_value(other)
 
 
 def _plain(text: str) -> str:
     """One kind of minus sign, and LaTeX's fractions and thousands in plain spelling."""
-    text = text.translate(MINUS).replace("{,}", ",").replace(r"\$", "$").replace(r"\%", "%")
+    text = text.translate(MINUS_SIGNS).replace("{,}", ",").replace(r"\$", "$").replace(r"\%", "%")
     return re.sub(r"\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}", r"\1/\2", text)
 
 
@@ -103,15 +103,15 @@ def final_answer(response: str, answer: str | None) -> str:
     marked = marked_answer(response)
     if marked is not None:
         return marked
-    if answer is None or whole_number(answer) is None:
+    if answer is None or sole_number(answer) is None:
         phrases = list(PHRASE.finditer(response))
-        return response[phrases[-1].end() :].strip() if phrases else loose_answer(response, answer)
+        return response[phrases[-1].end() :].strip() if phrases else lenient_answer(response, answer)
     text = _plain(response)
     last = list(NUMBER.finditer(text))[-1:]
     return next((_spell(m) for m in last if not text[m.end() :].strip(CLOSING)), "")
 
 
-def loose_answer(response: str, answer: str | None) -> str:
+def lenient_answer(response: str, answer: str | None) -> str:
     """One candidate out of free text, of the kind that the right answer is."""
     marked = marked_answer(response)
     if marked is None and (phrases := list(PHRASE.finditer(response))):
@@ -122,7 +122,7 @@ def loose_answer(response: str, answer: str | None) -> str:
     lines, asked = text.splitlines() or [""], answer.strip().count("\n") + 1
     if asked > 1:
         return "\n".join(lines[-asked:]) if marked is None else text
-    if whole_number(answer) is not None:
+    if sole_number(answer) is not None:
         near = lines[0] if marked is not None else ""
         return last_number(near) or last_number(text) or ""
     if marked is not None:
@@ -130,7 +130,7 @@ def loose_answer(response: str, answer: str | None) -> str:
     return lines[-1] if " " in answer.strip() else "".join(lines[-1].split()[-1:])
 
 
-def tidy(text: str) -> str:
+def strip_decoration(text: str) -> str:
     """Without quotation marks, emphasis and a closing full stop."""
     text = text.strip(WRAPPING)
     return text.removesuffix(".").strip(WRAPPING) if not text.endswith("..") else text
@@ -146,26 +146,29 @@ def _braced(rest: str) -> str | None:
     return None
 
 
-def check_exact(answer: str, response: str) -> Verdict:
+def check_exact(answer: str, response: str) -> CheckResult:
     """The same text. Leniently, case, quotation marks and a closing full stop do not matter."""
     marked = marked_answer(response)
     strict = answer.strip() in (response.strip(), marked)
-    loose = loose_answer(response, answer)
-    lenient = tidy(loose).casefold() == tidy(answer).casefold() or tidy(response).casefold() == tidy(answer).casefold()
+    loose = lenient_answer(response, answer)
+    lenient = (
+        strip_decoration(loose).casefold() == strip_decoration(answer).casefold()
+        or strip_decoration(response).casefold() == strip_decoration(answer).casefold()
+    )
     return strict, strict or lenient, f"answered {on_one_line(marked if marked is not None else loose)}"
 
 
-def check_number(answer: str, response: str) -> Verdict:
+def check_number(answer: str, response: str) -> CheckResult:
     """The same number, exactly: marked, or at the end. Leniently: the last number of the response."""
     gold = _whole(answer) or last_number(answer)
     strict = gold is not None and same_number(_whole(final_answer(response, gold)), gold)
-    loose = loose_answer(response, gold)
+    loose = lenient_answer(response, gold)
     return strict, strict or same_number(loose, gold), f"answered {on_one_line(loose) if loose else 'no number'}"
 
 
 def _whole(text: str) -> str | None:
     """The number that a text consists of, with a decimal comma too."""
-    return whole_number(text) or whole_number(with_decimal_point(text) or "")
+    return sole_number(text) or sole_number(with_decimal_point(text) or "")
 
 
 def with_decimal_point(text: str) -> str | None:
@@ -186,7 +189,7 @@ def with_decimal_point(text: str) -> str | None:
     return f"{left[: whole.start()]}{whole[0].replace('.', '')}.{right}"
 
 
-def check_math(answer: str, response: str) -> Verdict:
+def check_math(answer: str, response: str) -> CheckResult:
     """The same mathematics, by math-verify: 1/2 = 0.5, x+1 = 1+x. Leniently: in any words.
 
     What is spelled like the right answer is right, whatever it means: 12:00, 1/0, a word. What
@@ -211,7 +214,7 @@ def check_math(answer: str, response: str) -> Verdict:
         marked = response  # nothing but an expression
     strict = bool(marked) and _equal(gold, _readings(f"${(marked or '').strip('$ ')}$"))
     loose = _readings(response)
-    spelled = whole_number(answer) is None and _same_text(answer, loose_answer(response, answer))
+    spelled = sole_number(answer) is None and _same_text(answer, lenient_answer(response, answer))
     reason = f"answered {on_one_line(str(loose[-1]))}" if loose else "no mathematics in the response"
     return strict, strict or spelled or _equal(gold, loose), reason
 
@@ -251,14 +254,14 @@ def _same_value(one: Any, other: Any) -> bool:
         return False
 
 
-def check_choice(answer: str, response: str) -> Verdict:
+def check_choice(answer: str, response: str) -> CheckResult:
     r"""The same option of a multiple choice, by its letter: B, (b), **B**, B), Answer: B, \boxed{B}.
 
     Strictly: the letter alone, after a mark or "the answer is", on the last line, or as the whole
     response. Leniently: with more words behind it ("The answer is B. There is only …", "B) Paris"),
     or as the last word.
     """
-    gold = labelled_option(answer)
+    gold = option_letter(answer)
     if gold is None:
         raise ValueError(f"the right answer {on_one_line(answer)} is not the letter of an option, such as B")
     strict, letter = _chosen(response)
@@ -270,7 +273,7 @@ def chosen_option(response: str) -> str | None:
     return _chosen(response)[1]
 
 
-def labelled_option(answer: str) -> str | None:
+def option_letter(answer: str) -> str | None:
     r"""The letter of an answer that is an option: B, (b), B) Paris, \boxed{B}; None for anything else."""
     text = _undecorated(marked_answer(answer) or answer)
     return _only(text) or _first(text)
@@ -280,7 +283,7 @@ def _chosen(response: str) -> tuple[bool, str | None]:
     """Does a response give the letter alone, and which one? A letter is no word: not the A of "A good answer is"."""
     text, marked = _undecorated(response), marked_answer(response)
     if marked is not None:
-        return _only(_undecorated(marked)) is not None, labelled_option(marked)
+        return _only(_undecorated(marked)) is not None, option_letter(marked)
     phrases = [phrase.end() for phrase in OPTION_PHRASE.finditer(text)]
     for start in (0, text.rfind("\n") + 1, *phrases[-1:]):
         if letter := _only(text[start:]):

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ascent.core.errors import ConfigError
-from ascent.tasks.text.answer_checking import MINUS, marked_answer, tidy
+from ascent.tasks.text.answer_checking import MINUS_SIGNS, marked_answer, strip_decoration
 from ascent.tasks.text.text_task import Generated, Graded, Problem
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 NODES: dict[type, str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
-LONGEST = 200
-SIGNS = MINUS | str.maketrans({"×": "*", "·": "*", "÷": "/", "∕": "/", "⁄": "/", "[": "(", "]": ")"})
+MAX_EXPRESSION_CHARACTERS = 200
+SIGNS = MINUS_SIGNS | str.maketrans({"×": "*", "·": "*", "÷": "/", "∕": "/", "⁄": "/", "[": "(", "]": ")"})
 LATEX = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": ""}
 
 
@@ -80,7 +80,7 @@ class Countdown(Generated):
     def grade(self, problem: Problem, response: str) -> Graded:
         numbers, target = Counter(problem.columns["numbers"]), problem.columns["target"]
         stated = marked_answer(response)
-        marked = evaluate_expression(tidy(response if stated is None else stated))
+        marked = evaluate_expression(strip_decoration(response if stated is None else stated))
         loose = marked if marked is not None else _last_expression(response if stated is None else stated)
         if loose is None:
             return Graded(0.0, False, False, "no expression")
@@ -98,7 +98,7 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
     What follows an equals sign is ignored: (1 + 2) * 3 = 9.
     """
     text = _plain_signs(text).partition("=")[0].strip().strip("$").strip()
-    if not text or len(text) > LONGEST or not re.fullmatch(r"[0-9+\-*/() \t]+", text):
+    if not text or len(text) > MAX_EXPRESSION_CHARACTERS or not re.fullmatch(r"[0-9+\-*/() \t]+", text):
         return None
     try:
         used: list[int] = []

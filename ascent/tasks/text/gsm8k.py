@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ascent.core.errors import ConfigError
-from ascent.tasks.text.answer_checking import MINUS, last_number, same_number
+from ascent.tasks.text.answer_checking import MINUS_SIGNS, last_number, same_number
 from ascent.tasks.text.table_tasks import TableRows, TableTask, load_dataset
 from ascent.tasks.text.text_task import Graded, Problem
 from ascent.tasks.user_files import read_jsonl
@@ -47,7 +47,7 @@ class Gsm8k(TableTask):
         return Problem(question, marked[1].replace(",", "").rstrip("."), {"solution": solution})
 
     def grade(self, problem: Problem, response: str) -> Graded:
-        marked = MARK.search(response.translate(MINUS))
+        marked = MARK.search(response.translate(MINUS_SIGNS))
         stated = marked[1].replace(",", "").rstrip(".") if marked else None
         last = last_number(response)
         strict, lenient = same_number(stated, problem.answer), same_number(last, problem.answer)

@@ -24,7 +24,7 @@ from typing import Any
 from ascent.core.errors import ConfigError
 from ascent.core.menu import nearest
 from ascent.tasks.base import error_line
-from ascent.tasks.text.answer_checking import final_answer, loose_answer, tidy, whole_number
+from ascent.tasks.text.answer_checking import final_answer, lenient_answer, sole_number, strip_decoration
 from ascent.tasks.text.table_tasks import import_optional
 from ascent.tasks.text.text_task import INDICES, Generated, Graded, Problem
 
@@ -97,7 +97,7 @@ class ReasoningGym(Generated):
     def grade(self, problem: Problem, response: str) -> Graded:
         stated = final_answer(response, problem.answer)
         strict = self._score(problem, stated)
-        loosest = loose_answer(response, problem.answer)
+        loosest = lenient_answer(response, problem.answer)
         loose = max(strict, self._score(problem, loosest))
         reason = f"answered {stated or loosest}"[:80]
         if self.partial:
@@ -109,7 +109,7 @@ class ReasoningGym(Generated):
         if not stated:
             return 0.0
         entry = {"question": problem.prompt, "answer": problem.answer, "metadata": problem.columns["metadata"]}
-        spelled = dict.fromkeys(s for s in (stated, tidy(stated), whole_number(stated)) if s)
+        spelled = dict.fromkeys(s for s in (stated, strip_decoration(stated), sole_number(stated)) if s)
         return max(_scored(_dataset(self.source, self.options)[0], s, entry) for s in spelled)
 
     def gold(self, problem: Problem) -> str | None:

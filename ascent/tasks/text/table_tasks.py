@@ -27,7 +27,7 @@ from ascent.core.menu import nearest
 from ascent.tasks import python_objects, user_files
 from ascent.tasks.base import error_line
 from ascent.tasks.reward_sources import OWN
-from ascent.tasks.text.answer_checking import CHECKS, chosen_option, labelled_option
+from ascent.tasks.text.answer_checking import CHECKS, chosen_option, option_letter
 from ascent.tasks.text.text_task import TEXT_PRESET, Graded, Message, Problem, TextTask
 
 TableRows = Iterable[tuple[str, Mapping[str, Any]]]
@@ -134,11 +134,11 @@ class ColumnsTask(TableTask):
             return problem.answer
         if self.check == "math":
             return f"\\boxed{{{problem.answer.strip().strip('$')}}}"
-        return f"Answer: {labelled_option(problem.answer) if self.check == 'choice' else problem.answer}"
+        return f"Answer: {option_letter(problem.answer) if self.check == 'choice' else problem.answer}"
 
     def wrong_responses(self, problem: Problem, other: str | None) -> list[str]:
         """Return the usual wrong responses and, for multiple choice, the next letter."""
-        letter = labelled_option(problem.answer or "") if self.check == "choice" else None
+        letter = option_letter(problem.answer or "") if self.check == "choice" else None
         next_letter = [] if letter is None else [f"Answer: {chr(ord('A') + (ord(letter) - ord('A') + 1) % 26)}"]
         return [*super().wrong_responses(problem, other), *next_letter]
 
@@ -174,7 +174,7 @@ class ColumnsTask(TableTask):
         columns = {name: value for name, value in row.items() if name not in reserved}
         if answer is not None and not isinstance(answer, str):
             answer = json.dumps(answer, ensure_ascii=False)
-        if self.check == "choice" and answer is not None and labelled_option(answer) is None:
+        if self.check == "choice" and answer is not None and option_letter(answer) is None:
             raise ConfigError(
                 f"{where}, column {self.answer_column}: --check choice expects the letter of an option, such as B; got "
                 f"{answer!r:.60}"
