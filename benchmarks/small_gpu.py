@@ -60,7 +60,7 @@ def measure(lm: LanguageModel, batch: Batch, repeats: int) -> dict[str, Any]:
     for _ in range(repeats):
         for name, side in sides.items():
             found[name].append(seconds_of(side, batch)[0])
-    captured = sides["captured"]._captured
+    captured = sides["captured"]._captured_backbone
     rows = [] if captured is None else [vars(size) for size in captured.rows]
     norms = {name: [norm for _, norm in own] for name, own in first.items()}
     return found | {

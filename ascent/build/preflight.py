@@ -45,7 +45,7 @@ def memory_bytes(config: Config, learner: LanguageLearner, rows: int) -> dict[st
 
     `rows`: number of sequences that the engine decodes at once; 0 if nothing is sampled.
     """
-    lm = learner.whole_lm
+    lm = learner.unsharded_lm
     model, kept = lm.config, config.algorithm.reference.enabled
     every, count = list(lm.model.parameters()), sum(p.numel() for p in lm.trained().values())
     size = every[0].element_size()
@@ -131,7 +131,7 @@ def _smaller(config: Config) -> str:
 
 def report_update(config: Config, learner: LanguageLearner, report: PreflightReport) -> None:
     """Report the cost and the micro-batches of an update with prompts and responses of maximum length."""
-    plan, task, lm = learner.plan, config.task, learner.whole_lm
+    plan, task, lm = learner.plan, config.task, learner.unsharded_lm
     prompts, samples = -(-config.prompts // config.minibatches), config.samples
     every, attention = update_operations(
         lm, [task.max_prompt] * prompts, [[task.max_response_tokens] * samples] * prompts

@@ -239,7 +239,7 @@ class Learner(Protocol):
         """Return everything that a checkpoint must save, as named groups of tensors."""
 
     def restore(self, state: dict[str, dict[str, Tensor]]) -> None: ...
-    def stage_parts(self, aside: Any) -> Any: ...  # the part of a checkpoint that other ranks write; None: none
+    def stage_shards(self, aside: Any) -> Any: ...  # the pending write of a sharded checkpoint; None: it is not sharded
 
     def close(self) -> None:
         """Stop the processes that the learner started."""

@@ -76,9 +76,9 @@ class RankZeroLearner:
     def state(self) -> dict[str, dict[str, Tensor]]:
         return self._on_all_ranks("state")
 
-    def stage_parts(self, aside: Path) -> Any:
+    def stage_shards(self, aside: Path) -> Any:
         """Stage each rank's part of a checkpoint in this folder; None: rank 0 writes `state`."""
-        return self._on_all_ranks("stage_parts", aside) if self.inner.writes_shards else None
+        return self._on_all_ranks("stage_shards", aside) if self.inner.writes_shards else None
 
     def restore(self, state: dict[str, dict[str, Tensor]]) -> None:
         with self.ranks.failing_together():

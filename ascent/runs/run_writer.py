@@ -188,15 +188,15 @@ class RunWriter:
         sizes = {name: file.tell() for name, file in self.files.items()}
         self.checkpoint_writer.wait()
         folder = self.folder.path / "checkpoints"
-        parts = learner.stage_parts(checkpoint.temporary_path(checkpoint.step_folder(folder, step)))
-        groups = {**(learner.state() if parts is None else {}), "rng": streams.state()}
+        sharded_write = learner.stage_shards(checkpoint.temporary_path(checkpoint.step_folder(folder, step)))
+        groups = {**(learner.state() if sharded_write is None else {}), "rng": streams.state()}
         saved = {"step": step, "state": state, "records": sizes}
         if ahead:
             groups["ahead"], saved["ahead"] = pack_rollouts(ahead)
         best = self.best_step[0] if self.best_step is not None and self.config.keep_best else None
         groups, in_background = copy_to_host(groups)
         saved = json.loads(json.dumps(saved))  # a copy: training continues while it is written
-        save = partial(checkpoint.save, folder, step, groups, saved, self.config.keep, best, parts)
+        save = partial(checkpoint.save, folder, step, groups, saved, self.config.keep, best, sharded_write)
         self.checkpoint_writer.begin(save, partial(self._after_checkpoint, step, best))
         if not in_background:
             self.checkpoint_writer.wait()

@@ -78,10 +78,10 @@ def stochastic_round(x: Tensor, random: Tensor) -> Tensor:
 def adamw(master: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor], step: int, group: dict[str, Any]) -> None:
     """Take torch's AdamW step in place, on float32 tensors."""
     beta1, beta2 = group["betas"]
-    how = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+    settings = {name: group[name] for name in ("lr", "weight_decay", "eps")}
     torch._fused_adamw_(
         [master], [grad], [moments[0]], [moments[1]], [], [torch.tensor(float(step), device=master.device)],
-        beta1=beta1, beta2=beta2, amsgrad=False, maximize=False, **how,
+        beta1=beta1, beta2=beta2, amsgrad=False, maximize=False, **settings,
     )  # fmt: skip
 
 
@@ -91,23 +91,23 @@ class ReferenceOps:
     @staticmethod
     def add(total: Tensor, grad: Tensor, keys: Keys) -> None:
         """Compute total += grad with stochastic rounding."""
-        for at in range(0, len(total), CHUNK_NUMEL):
-            here = slice(at, at + CHUNK_NUMEL)
-            both = total[here].float() + grad[here]
-            total[here] = stochastic_round(both, random_bits(keys, at, len(both), total.device) & 0xFFFF)
+        for start in range(0, len(total), CHUNK_NUMEL):
+            chunk = slice(start, start + CHUNK_NUMEL)
+            exact = total[chunk].float() + grad[chunk]
+            total[chunk] = stochastic_round(exact, random_bits(keys, start, len(exact), total.device) & 0xFFFF)
 
     @staticmethod
     def step(
         p: Tensor, low: Tensor, m: Tensor, v: Tensor, grad: Tensor, scale: Tensor, keys: Keys, step: int, group: Any
     ) -> None:
         """Take one step of AdamW with scale·grad."""
-        for at in range(0, len(p), CHUNK_NUMEL):
-            here = slice(at, at + CHUNK_NUMEL)
-            master, moments = join_master(p[here], low[here]), (m[here].float(), v[here].float())
-            adamw(master, grad[here].float() * scale, moments, step, group)
-            random = random_bits(keys, at, len(master), p.device)
-            p[here], low[here] = split_master(master)
-            m[here], v[here] = (
+        for start in range(0, len(p), CHUNK_NUMEL):
+            chunk = slice(start, start + CHUNK_NUMEL)
+            master, moments = join_master(p[chunk], low[chunk]), (m[chunk].float(), v[chunk].float())
+            adamw(master, grad[chunk].float() * scale, moments, step, group)
+            random = random_bits(keys, start, len(master), p.device)
+            p[chunk], low[chunk] = split_master(master)
+            m[chunk], v[chunk] = (
                 stochastic_round(moments[0], random & 0xFFFF),
                 stochastic_round(moments[1], random >> 16),
             )
@@ -116,16 +116,16 @@ class ReferenceOps:
 class CompactAdamW(torch.optim.Optimizer):
     """AdamW with 10 bytes per bfloat16 parameter. Other parameters, such as a value head, have float32 state."""
 
-    def __init__(self, parameters: list[Tensor], masters: Iterable[Tensor], made: Any, seed: int, ops: Any = None):
-        """`masters`: float32 values of the first parameters; `made`: an AdamW with the settings to use."""
-        if not isinstance(made, torch.optim.AdamW):
+    def __init__(self, parameters: list[Tensor], masters: Iterable[Tensor], template: Any, seed: int, ops: Any = None):
+        """`masters`: float32 values of the first parameters; `template`: an AdamW with the settings to use."""
+        if not isinstance(template, torch.optim.AdamW):
             raise ConfigError(
-                f"--policy.optimizer-state bfloat16 requires Adam, but this update uses {type(made).__name__}: set "
+                f"--policy.optimizer-state bfloat16 requires Adam, but this update uses {type(template).__name__}: set "
                 "float32"
             )
-        super().__init__(parameters, made.defaults)
+        super().__init__(parameters, template.defaults)
         self.seed = seed
-        self.scaled: Tensor | None = None
+        self.pending_scale: Tensor | None = None
         self.ops: Any = ops or (load_kernels("triton_adamw") if parameters[0].is_cuda else None) or ReferenceOps
         with torch.no_grad():
             for p, master in zip_longest(parameters, masters):
@@ -146,23 +146,23 @@ class CompactAdamW(torch.optim.Optimizer):
 
     def scale(self, gradients: list[Tensor], factor: Tensor) -> None:
         """Scale the gradients in the next step, in float32."""
-        self.scaled = factor
+        self.pending_scale = factor
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        group, scale, self.scaled = self.param_groups[0], self.scaled, None
+        group, scale, self.pending_scale = self.param_groups[0], self.pending_scale, None
         scale = torch.ones((), device=group["params"][0].device) if scale is None else scale
         for index, p in enumerate(group["params"]):
             if p.grad is None:
                 continue
-            kept = self.state[p]
+            state = self.state[p]
             step = self._steps(p) + 1
-            kept["step"] = torch.tensor(float(step))
-            if "low" in kept:
-                flat = [x.detach().view(-1) for x in (p, kept["low"], *(kept[name] for name in MOMENTS), p.grad)]
+            state["step"] = torch.tensor(float(step))
+            if "low" in state:
+                flat = [x.detach().view(-1) for x in (p, state["low"], *(state[name] for name in MOMENTS), p.grad)]
                 self.ops.step(*flat, scale, random_keys(self.seed, index, step, 0), step, group)
             else:
-                adamw(p.detach(), p.grad * scale, (kept[MOMENTS[0]], kept[MOMENTS[1]]), step, group)
+                adamw(p.detach(), p.grad * scale, (state[MOMENTS[0]], state[MOMENTS[1]]), step, group)
 
     def _steps(self, p: Tensor) -> int:
         return int(self.state[p].get("step", 0))
@@ -170,7 +170,7 @@ class CompactAdamW(torch.optim.Optimizer):
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Sum bfloat16 gradients with stochastic rounding, and assign the sums to `.grad` on exit."""
-        own = [(index, p) for index, p in enumerate(self.param_groups[0]["params"]) if "low" in self.state[p]]
+        compact = [(index, p) for index, p in enumerate(self.param_groups[0]["params"]) if "low" in self.state[p]]
         totals: dict[int, Tensor] = {}
         sum_terms: dict[int, int] = {}
 
@@ -184,13 +184,13 @@ class CompactAdamW(torch.optim.Optimizer):
             keys = random_keys(self.seed, index, self._steps(p) + 1, sum_terms[index])
             self.ops.add(totals[index].view(-1), grad.view(-1), keys)
 
-        hooks = [p.register_post_accumulate_grad_hook(partial(add, index)) for index, p in own]
+        hooks = [p.register_post_accumulate_grad_hook(partial(add, index)) for index, p in compact]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-        for index, p in own:
+        for index, p in compact:
             p.grad = totals.get(index)
 
 
@@ -199,37 +199,37 @@ class CompactAdamW(torch.optim.Optimizer):
 
 def to_float32_state(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
     """Convert a checkpoint with compact state to float32 state, without loss."""
-    kept, params = state["optimizer"], state["params"]
-    if not any(name.endswith(".low") for name in kept):
+    saved, params = state["optimizer"], state["params"]
+    if not any(name.endswith(".low") for name in saved):
         return state
-    lows = {name: kept.get(f"{index}.low") for index, name in enumerate(names)}
-    wide = {name: params[name] if low is None else join_master(params[name], low) for name, low in lows.items()}
-    stepped = (name for name in kept if f"{name.split('.')[0]}.step" in kept)
-    others = {name: kept[name] for name in stepped if not name.endswith(".low")}
-    return state | {"wide": wide, "optimizer": {name: value.float() for name, value in others.items()}}
+    lows = {name: saved.get(f"{index}.low") for index, name in enumerate(names)}
+    masters = {name: params[name] if low is None else join_master(params[name], low) for name, low in lows.items()}
+    stepped_names = (name for name in saved if f"{name.split('.')[0]}.step" in saved)
+    optimizer = {name: saved[name] for name in stepped_names if not name.endswith(".low")}
+    return state | {"wide": masters, "optimizer": {name: value.float() for name, value in optimizer.items()}}
 
 
 def to_compact_state(state: dict[str, Any], names: list[str], optimizer: CompactAdamW) -> dict[str, Any]:
     """Convert a checkpoint to compact state and check its shapes. The moments of float32 state are rounded."""
-    kept, params = dict(state["optimizer"]), dict(state["params"])
-    wide = not any(name.endswith(".low") for name in kept)
+    saved, params = dict(state["optimizer"]), dict(state["params"])
+    is_float32 = not any(name.endswith(".low") for name in saved)
     for index, name in enumerate(names):
         p = optimizer.param_groups[0]["params"][index]
         if "low" not in optimizer.state[p]:
             continue
-        if wide:
-            params[name], kept[f"{index}.low"] = split_master(state.get("wide", params)[name].float())
+        if is_float32:
+            params[name], saved[f"{index}.low"] = split_master(state.get("wide", params)[name].float())
         for key in MOMENTS:
-            if f"{index}.{key}" in kept:
-                kept[f"{index}.{key}"] = kept[f"{index}.{key}"].bfloat16()
+            if f"{index}.{key}" in saved:
+                saved[f"{index}.{key}"] = saved[f"{index}.{key}"].bfloat16()
         for key, dtype in {"low": torch.int16, **dict.fromkeys(MOMENTS, torch.bfloat16)}.items():
-            value = kept.get(f"{index}.{key}")
-            if value is None and wide:  # it was never stepped
+            value = saved.get(f"{index}.{key}")
+            if value is None and is_float32:  # it was never stepped
                 continue
             if value is None or value.shape != p.shape or value.dtype != dtype:
-                there = "missing" if value is None else f"{tuple(value.shape)} in {value.dtype}"
+                mismatch = "missing" if value is None else f"{tuple(value.shape)} in {value.dtype}"
                 raise ConfigError(
-                    f"the optimizer state of the checkpoint does not match this model: {key} of {name} is {there}"
+                    f"the optimizer state of the checkpoint does not match this model: {key} of {name} is {mismatch}"
                 )
-    others = {group: own for group, own in state.items() if group != "wide"}
-    return others | {"params": params, "optimizer": kept}
+    others = {group: values for group, values in state.items() if group != "wide"}
+    return others | {"params": params, "optimizer": saved}

@@ -58,7 +58,7 @@ class ShardedForward(ForwardModule):
     and the present ones are copied back afterwards.
     """
 
-    own: dict[str, Any]
+    shards: dict[str, Any]
     """The shards of the trained parameters. Between passes the modules may hold gathered parameters."""
 
     def forward(self, batch: Rollouts, read: Callable[[LMHead, Tensor], Any], states: Any = None) -> Any:
@@ -67,18 +67,18 @@ class ShardedForward(ForwardModule):
         return tuple(map(_without_view, output)) if isinstance(output, tuple) else _without_view(output)
 
     def with_params(self, params: Iterable[Tensor], batch: Rollouts, read: Callable[[LMHead, Tensor], Any]) -> Any:
-        now = [p.detach().clone() for p in self.own.values()]
+        present = [p.detach().clone() for p in self.shards.values()]
         self.fill(params)
         try:
             with torch.no_grad():
                 return _clone_head(self(batch, read))
         finally:
-            self.fill(now)
+            self.fill(present)
 
     @torch.no_grad()
     def fill(self, values: Iterable[Any]) -> None:
         """Copy values into the shards and free the gathered old ones."""
-        for p, value in zip(self.own.values(), values, strict=True):
+        for p, value in zip(self.shards.values(), values, strict=True):
             _local(p).copy_(_local(value))
         self.reshard()  # type: ignore[operator]
 
@@ -86,21 +86,22 @@ class ShardedForward(ForwardModule):
     def gather_into(self, whole: dict[str, Tensor], size: int) -> None:
         """Gather the trained parameters of all ranks into whole tensors, in the compute dtype."""
         if size == 1:
-            torch._foreach_copy_([whole[name] for name in self.own], [_local(p) for p in self.own.values()])
+            torch._foreach_copy_([whole[name] for name in self.shards], [_local(p) for p in self.shards.values()])
             return
-        for bucket in make_buckets([ParameterShard(p, whole[name], size) for name, p in self.own.items()]):
-            mine = whole[next(iter(whole))].new_zeros(sum(piece.length for piece in bucket))
-            places = list(mine.split([piece.length for piece in bucket]))
-            own = [its[: piece.local.numel()] for its, piece in zip(places, bucket, strict=True)]
-            torch._foreach_copy_(own, [piece.local.reshape(-1) for piece in bucket])
-            every = mine.new_empty(size * len(mine))
-            dist.all_gather(list(every.split(len(mine))), mine)
-            to, of = [], []
-            for rank, part in enumerate(every.split(len(mine))):
-                for its, piece in zip(part.split([piece.length for piece in bucket]), bucket, strict=True):
-                    to.append(piece.whole[rank * piece.length : (rank + 1) * piece.length])
-                    of.append(its[: len(to[-1])])
-            torch._foreach_copy_(to, of)
+        for bucket in make_buckets([ParameterShard(p, whole[name], size) for name, p in self.shards.items()]):
+            lengths = [shard.length for shard in bucket]
+            local = whole[next(iter(whole))].new_zeros(sum(lengths))
+            slots = zip(local.split(lengths), bucket, strict=True)
+            used = [slot[: shard.local.numel()] for slot, shard in slots]
+            torch._foreach_copy_(used, [shard.local.reshape(-1) for shard in bucket])
+            gathered = local.new_empty(size * len(local)).split(len(local))
+            dist.all_gather(list(gathered), local)
+            targets, sources = [], []
+            for rank, buffer in enumerate(gathered):
+                for slot, shard in zip(buffer.split(lengths), bucket, strict=True):
+                    targets.append(shard.whole[rank * shard.length : (rank + 1) * shard.length])
+                    sources.append(slot[: len(targets[-1])])
+            torch._foreach_copy_(targets, sources)
 
 
 class ParameterShard:
@@ -133,20 +134,21 @@ class ShardedCritic(LanguageCritic):
     """A critic with a sharded backbone, or on the policy's backbone. Its head is replicated."""
 
     def __init__(self, whole: LanguageModel, shared: bool, size: int):
-        source = HollowModel(whole)
-        super().__init__(whole, shared, source.hollow)
+        source = MetaDeviceCopy(whole)
+        super().__init__(whole, shared, source.copy_to_meta)
         self._policy: list[Any] = []
-        if self.own is not None:
-            shard_layers(self.own, checkpointable_layers(self.own), source, whole.model.dtype, size)
-            self.working = self.stepped = [p for p in self.own.parameters() if p.requires_grad]
+        if self.separate_backbone is not None:
+            backbone = self.separate_backbone
+            shard_layers(backbone, checkpointable_layers(backbone), source, whole.model.dtype, size)
+            self.compute_params = self.master_params = [p for p in backbone.parameters() if p.requires_grad]
 
-    def follow(self, forward: ShardedForward) -> None:
+    def use_policy_backbone(self, forward: ShardedForward) -> None:
         """Use the hidden states of this policy, if the critic has no backbone."""
-        if self.own is None:
+        if self.separate_backbone is None:
             self._policy, self._lm = [forward], list(forward._lm)
 
     def forward(self, batch: Rollouts) -> Float[Tensor, "prompt sample state"]:
-        if self.own is not None:
+        if self.separate_backbone is not None:
             return super().forward(batch)
         states = action_states(batch) | last_states(batch)
         hidden = self._policy[0](batch, lambda _, hidden: hidden, states)
@@ -157,45 +159,48 @@ class ShardedOptimizer:
     """An optimizer on the local shards as plain tensors, which avoids the host overhead of DTensor."""
 
     def __init__(self, parameters: list[Any], update: Update, ranks: Ranks):
-        self.every, self.ranks = parameters, ranks
-        self.own = [_local(p).detach() if _is_sharded(p) else p for p in parameters]
-        self.optimizer = update.optimizer(self.own)
+        self.params, self.ranks = parameters, ranks
+        self.local_params = [_local(p).detach() if _is_sharded(p) else p for p in parameters]
+        self.optimizer = update.optimizer(self.local_params)
         if self.optimizer is not None:
             self.optimizer.norm = self.norm  # type: ignore[attr-defined]
 
-    def forget(self) -> None:
-        for p in self.every:
+    def zero_grad(self) -> None:
+        for p in self.params:
             p.grad = None
 
-    def take(self) -> None:
+    def take_gradients(self) -> None:
         """Take the gradients that FSDP2 has reduced."""
-        for own, p in zip(self.own, self.every, strict=True):
-            own.grad = None if p.grad is None else _local(p.grad)
+        for local, p in zip(self.local_params, self.params, strict=True):
+            local.grad = None if p.grad is None else _local(p.grad)
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of the whole gradient."""
-        flags = [(own.grad, _is_sharded(p)) for own, p in zip(self.own, self.every, strict=True)]
-        parts, whole = ([g for g, cut in flags if g is not None and cut is kind] for kind in (True, False))
-        if self.ranks.world_size == 1 or not parts:
+        pairs = [(local.grad, p) for local, p in zip(self.local_params, self.params, strict=True)]
+        sharded_grads = [grad for grad, p in pairs if grad is not None and _is_sharded(p)]
+        replicated_grads = [grad for grad, p in pairs if grad is not None and not _is_sharded(p)]
+        if self.ranks.world_size == 1 or not sharded_grads:
             return global_norm(gradients)
-        square = global_norm(parts).double().square()
+        square = global_norm(sharded_grads).double().square()
         self.ranks.all_reduce([square])
-        return (square + (global_norm(whole).double().square() if whole else 0.0)).sqrt().to(gradients[0].dtype)
+        if replicated_grads:
+            square = square + global_norm(replicated_grads).double().square()
+        return square.sqrt().to(gradients[0].dtype)
 
     def shard_state(self, name: str, value: Tensor) -> Any:
         """Return optimizer state as a DTensor that is sharded like its parameter."""
-        p = self.every[int(name.split(".", 1)[0])]
+        p = self.params[int(name.split(".", 1)[0])]
         return _from_local_like(value, p) if value.dim() and _is_sharded(p) else value
 
     def local_shard(self, name: str, value: Any) -> Any:
         """Return this rank's shard of optimizer state."""
-        p = self.every[int(name.split(".", 1)[0])]
+        p = self.params[int(name.split(".", 1)[0])]
         return value if _is_sharded(value) else _shard_like(value, p) if value.dim() else value.to(p.device, copy=True)
 
     def restore(self, name: str, value: Any) -> None:
         assert self.optimizer is not None
         index, key = name.split(".", 1)
-        self.optimizer.state[self.own[int(index)]][key] = _local(self.local_shard(name, value))
+        self.optimizer.state[self.local_params[int(index)]][key] = _local(self.local_shard(name, value))
 
 
 class ShardedLearner(LanguageLearner):
@@ -213,23 +218,24 @@ class ShardedLearner(LanguageLearner):
             raise ConfigError(
                 "--policy.dtype float16 with shards: its gradients are not scaled. Set float32 or bfloat16"
             )
-        on = choice is not None and choice.enabled
+        has_critic = choice is not None and choice.enabled
         if whole.device.type == "cuda" and whole.can_fuse_layers:
             fuse_layers(whole.model)
-        critic, step = (ShardedCritic(whole, choice.shared, ranks.world_size), choice.update) if on else (None, None)
+        critic = ShardedCritic(whole, choice.shared, ranks.world_size) if has_critic else None
+        step = choice.update if has_critic else None
         forward = shard_model(whole, ranks.world_size)
         if critic is not None:
-            critic.follow(forward)
+            critic.use_policy_backbone(forward)
         super().__init__(forward._lm[0], update, reference, outputs, 1, checkpointing, critic, step)
         self.ranks, self.num_shards = ranks, ranks.world_size
         self._sharded = ShardedOptimizer(self.trainable(), update, ranks)
         self.optimizer = self._sharded.optimizer
         self._critic_sharded = None if step is None else ShardedOptimizer(self.critic.trained(), step, ranks)
         self.critic_optimizer = None if self._critic_sharded is None else self._critic_sharded.optimizer
-        self.whole_lm = whole
+        self.unsharded_lm = whole
         self._forward: Any = forward
         self._stale = False
-        """Have the parameters changed since the whole copy was gathered?"""
+        """Whether the parameters have changed since the whole copy was gathered."""
         self.writing = ShardWriter(ranks)
         self.writes_shards = state_bytes(whole) + critic_bytes(critic) > gather
         self.micro_batch = micro_batch
@@ -239,7 +245,7 @@ class ShardedLearner(LanguageLearner):
 
     def params(self) -> dict[str, Tensor]:
         """Return those of the whole copy, as of the last `refresh_params`."""
-        return self.whole_lm.trained()
+        return self.unsharded_lm.trained()
 
     def refresh_params(self) -> None:
         if self._stale:
@@ -255,10 +261,10 @@ class ShardedLearner(LanguageLearner):
     def all_reduce_gradients(self, parameters: list[Tensor]) -> None:
         """Sum the gradients of replicated parameters. FSDP2 has summed those of sharded ones."""
         critic = self._critic_sharded
-        moved = critic if critic is not None and parameters[0] is critic.own[0] else self._sharded
-        if whole := [p for p in moved.every if not _is_sharded(p)]:
-            super().all_reduce_gradients(whole)
-        moved.take()
+        optimizer = critic if critic is not None and parameters[0] is critic.local_params[0] else self._sharded
+        if replicated := [p for p in optimizer.params if not _is_sharded(p)]:
+            super().all_reduce_gradients(replicated)
+        optimizer.take_gradients()
 
     def step(self, mini: Batch, objective: Objective, update: TakeStep) -> UpdateResult:
         self._stale = True
@@ -266,7 +272,7 @@ class ShardedLearner(LanguageLearner):
 
     def fit_critic(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
         assert self._critic_sharded is not None
-        self._critic_sharded.forget()
+        self._critic_sharded.zero_grad()
         return super().fit_critic(mini, loss)
 
     def on_rank_zero(self, name: str, mini: Batch, objective: Objective = lambda _, out: zero_objective(out)) -> Any:
@@ -280,66 +286,63 @@ class ShardedLearner(LanguageLearner):
     def state(self) -> Groups:
         """Return whole tensors on rank 0, in the dtype of the model and in float32, like a single process."""
         groups: Groups = {}
-        for group, own in self._local_state().items():
+        for group, values in self._local_state().items():
             groups[group] = {}
-            for name, value in own.items():
-                whole = _gather_full(value)  # a collective
+            for name, value in values.items():
+                full = _gather_full(value)  # a collective
                 if self.ranks.rank == 0:
-                    groups[group][name] = whole.cpu()
-        if self._rounded:
+                    groups[group][name] = full.cpu()
+        if self._has_rounded_copies:
             groups["wide"] = groups["params"]
-            groups["params"] = {name: t.to(self.whole_lm.model.dtype) for name, t in groups["wide"].items()}
+            groups["params"] = {name: t.to(self.unsharded_lm.model.dtype) for name, t in groups["wide"].items()}
         return groups
 
     def _local_state(self) -> Groups:
         """Return the local state; optimizer state is sharded like the parameters."""
         groups = super().state()
-        for which, moved in (
-            ("optimizer", self._sharded),
-            ("critic_optimizer", self._critic_sharded),
-        ):
-            if moved is not None:
-                groups[which] = {name: moved.shard_state(name, value) for name, value in groups[which].items()}
+        for group, sharded in {"optimizer": self._sharded, "critic_optimizer": self._critic_sharded}.items():
+            if sharded is not None:
+                groups[group] = {name: sharded.shard_state(name, value) for name, value in groups[group].items()}
         return groups
 
-    def stage_parts(self, aside: Path) -> ShardedWrite | None:
+    def stage_shards(self, aside: Path) -> ShardedWrite | None:
         """Copy the local shards to the host. Rank 0 returns the write; the other ranks start it on a thread."""
-        own = self._local_state()
-        if self._rounded:
-            own["wide"] = own.pop("params")
-        return self.writing.stage(own, aside, str(self.whole_lm.model.dtype).removeprefix("torch."))
+        state = self._local_state()
+        if self._has_rounded_copies:
+            state["wide"] = state.pop("params")
+        return self.writing.stage(state, aside, str(self.unsharded_lm.model.dtype).removeprefix("torch."))
 
     def wait_for_writes(self) -> None:
         self.writing.saver.wait()
 
     @property
-    def _rounded(self) -> bool:
-        """Does the model compute with rounded copies of float32 parameters?"""
-        return self.whole_lm.model.dtype.itemsize < 4 and not self._adapters
+    def _has_rounded_copies(self) -> bool:
+        """Whether the model computes with rounded copies of float32 parameters."""
+        return self.unsharded_lm.model.dtype.itemsize < 4 and not self._has_adapters
 
     @property
-    def _adapters(self) -> bool:
+    def _has_adapters(self) -> bool:
         return any(LORA_PREFIX in name for name in self._params)
 
     @torch.no_grad()
     def restore(self, state: Groups) -> None:
-        own = self._params
-        state = to_float32_state(state, list(own))
-        check_params(own, state["params"])
+        params = self._params
+        state = to_float32_state(state, list(params))
+        check_params(params, state["params"])
         values = state.get("wide", state["params"])
-        self._forward.fill([self.local_shard("params", name, values[name]) for name in own])
+        self._forward.fill([self.local_shard("params", name, values[name]) for name in params])
         self._stale = True
         self.refresh_params()
         if "reference" in state and self.reference_params is not None:
             self.reference_moved = True
-            self.reference_params = [self.local_shard("reference", name, state["reference"][name]) for name in own]
+            self.reference_params = [self.local_shard("reference", name, state["reference"][name]) for name in params]
         if self.critic is not None:
-            own = self.critic.state_dict()
-            check_params(own, state["critic"])
+            params = self.critic.state_dict()
+            check_params(params, state["critic"])
             for name, value in state["critic"].items():
-                _local(own[name]).copy_(_local(self.local_shard("critic", name, value)))
-            if self.critic.own is not None:
-                self.critic.own.reshard()
+                _local(params[name]).copy_(_local(self.local_shard("critic", name, value)))
+            if self.critic.separate_backbone is not None:
+                self.critic.separate_backbone.reshard()
         for name, value in state["optimizer"].items():
             self._sharded.restore(name, value)
         for name, value in state.get("critic_optimizer", {}).items():
@@ -347,9 +350,9 @@ class ShardedLearner(LanguageLearner):
             self._critic_sharded.restore(name, value)
         saved = {"params": (self._params, values)}
         saved |= {} if self.critic is None else {"critic": (self.critic.state_dict(), state["critic"])}
-        for group, (own, whole) in saved.items():
-            for name, p in own.items():
-                check_restored({name: _local(p)}, {name: _local(self.local_shard(group, name, whole[name]))})
+        for group, (params, full) in saved.items():
+            for name, p in params.items():
+                check_restored({name: _local(p)}, {name: _local(self.local_shard(group, name, full[name]))})
         if not any(map(_is_sharded, state["params"].values())):  # other ranks hold shards only
             check_restored(self.params(), state["params"])
 
@@ -403,55 +406,55 @@ def _shard_like(value: Tensor, like: Any) -> Any:
 # ---- sharding a model -----------------------------------------------------------------------------------
 
 
-class HollowModel:
+class MetaDeviceCopy:
     """Copies a model to be sharded layer by layer, so that memory never holds two whole copies."""
 
     def __init__(self, whole: LanguageModel):
         self.stored, self.device = whole.full_precision_params, whole.device
-        self.adapted = any(LORA_PREFIX in name for name in whole.trained())
+        self.has_adapters = any(LORA_PREFIX in name for name in whole.trained())
         self.names = {id(p): name for name, p in whole.model.named_parameters()}
-        self.own: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self.originals: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         """By the id of an empty parameter: itself and the original."""
 
-    def hollow(self, module: Any, **memo: Any) -> Any:
+    def copy_to_meta(self, module: Any, **memo: Any) -> Any:
         """Copy a module with parameters on the meta device. Trained ones are in float32 or better."""
-        made = {}
+        empty = {}
         for p in module.parameters():
             dtype = torch.promote_types(p.dtype, torch.float32) if p.requires_grad else p.dtype
-            made[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), p.requires_grad)
-            self.own[id(made[id(p)])] = made[id(p)], p
-        return copy.deepcopy(module, made | {id(value): value for value in memo.values()})
+            empty[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), p.requires_grad)
+            self.originals[id(empty[id(p)])] = empty[id(p)], p
+        return copy.deepcopy(module, empty | {id(value): value for value in memo.values()})
 
     @torch.no_grad()
     def fill(self, part: nn.Module) -> None:
         """Fill empty parameters with their values, from the stored checkpoint if that is more precise."""
-        made: dict[int, nn.Parameter] = {}
+        filled: dict[int, nn.Parameter] = {}
         for module in part.modules():
-            for slot, p in module._parameters.items():
-                if p is None or id(p) not in self.own:
+            for name, p in module._parameters.items():
+                if p is None or id(p) not in self.originals:
                     continue
-                if id(p) not in made:
-                    old = self.own[id(p)][1]
-                    value = most_precise(self.stored, self.names[id(old)], old)
-                    made[id(p)] = nn.Parameter(value.to(old.device, p.dtype, copy=True), p.requires_grad)
-                module._parameters[slot] = made[id(p)]
+                if id(p) not in filled:
+                    original = self.originals[id(p)][1]
+                    value = most_precise(self.stored, self.names[id(original)], original)
+                    filled[id(p)] = nn.Parameter(value.to(original.device, p.dtype, copy=True), p.requires_grad)
+                module._parameters[name] = filled[id(p)]
 
 
-def shard_layers(root: Any, layers: Iterable[Any], source: HollowModel, narrow: torch.dtype, size: int) -> None:
-    """Shard a hollow module layer by layer. Adapters stay whole."""
+def shard_layers(root: Any, layers: Iterable[Any], source: MetaDeviceCopy, dtype: torch.dtype, size: int) -> None:
+    """Shard a module on the meta device layer by layer, with a compute dtype. Adapters are replicated."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy()
-    if torch.finfo(narrow).bits < 32:
-        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    mesh, again = init_device_mesh(source.device.type, (size,)), reshards_after_forward(root, source.device)
+    if torch.finfo(dtype).bits < 32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    mesh, reshard = init_device_mesh(source.device.type, (size,)), reshards_after_forward(root, source.device)
     for group in (*layer_groups(layers), [root]):
         for part in group:
             source.fill(part)
-        whole = {p for part in group for p in part.parameters() if source.adapted and p.requires_grad}
-        keep = None if group == [root] else again
-        fully_shard(group, mesh=mesh, mp_policy=policy, ignored_params=whole, reshard_after_forward=keep)
+        adapters = {p for part in group for p in part.parameters() if source.has_adapters and p.requires_grad}
+        reshard_after = None if group == [root] else reshard
+        fully_shard(group, mesh=mesh, mp_policy=policy, ignored_params=adapters, reshard_after_forward=reshard_after)
     for part in root.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
@@ -474,16 +477,16 @@ def reshards_after_forward(module: nn.Module, device: torch.device) -> bool:
     """Return whether gathered parameters are freed before the backward pass; not if the GPU has enough memory."""
     if device.type != "cuda":
         return True
-    room = MAX_UNSHARDED_FRACTION * torch.cuda.get_device_properties(device).total_memory
-    return sum(p.numel() * 4 for p in module.parameters()) > room
+    max_bytes = MAX_UNSHARDED_FRACTION * torch.cuda.get_device_properties(device).total_memory
+    return sum(p.numel() * 4 for p in module.parameters()) > max_bytes
 
 
 def shard_model(whole: LanguageModel, size: int) -> Any:
     """Shard a model. The returned module has to be called for every pass."""
-    source = HollowModel(whole)
-    lm = source.hollow(whole, tokenizer=whole.tokenizer)
+    source = MetaDeviceCopy(whole)
+    lm = source.copy_to_meta(whole, tokenizer=whole.tokenizer)
     forward, layers = ShardedForward(lm), checkpointable_layers(lm.backbone)
     shard_layers(forward, layers, source, whole.model.dtype, size)
     whole.full_precision_params = {}
-    forward.own = lm.trained()
+    forward.shards = lm.trained()
     return forward

@@ -55,49 +55,50 @@ class LanguageCritic(nn.Module):
     parameters (all, adapters, or the last layers). With a shared backbone, only the head is added.
     """
 
-    def __init__(self, lm: LanguageModel, shared: bool, copied: Callable[[Any], Any] = copy.deepcopy):
-        """`copied` copies the policy's backbone."""
+    def __init__(self, lm: LanguageModel, shared: bool, copy_backbone: Callable[[Any], Any] = copy.deepcopy):
+        """`copy_backbone` copies the policy's backbone."""
         super().__init__()
         weight = lm.model.get_output_embeddings().weight
-        exact = torch.promote_types(weight.dtype, torch.float32)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
         self._lm = [lm]  # in a list, so that a checkpoint of the critic does not hold the policy
-        self.own = None if shared else copied(lm.backbone)
-        self.head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=exact)
+        self.separate_backbone = None if shared else copy_backbone(lm.backbone)
+        self.head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        every = () if self.own is None else self.own.named_parameters()
-        body: dict[str, Tensor] = {name: p for name, p in every if p.requires_grad}
-        self.working = list(body.values())
-        self.stepped = (
-            float32_copies(stored_precision(lm, body), body) if any(map(is_half, self.working)) else self.working
+        named = () if self.separate_backbone is None else self.separate_backbone.named_parameters()
+        trained: dict[str, Tensor] = {name: p for name, p in named if p.requires_grad}
+        self.compute_params = list(trained.values())
+        has_masters = any(map(is_half, self.compute_params))
+        self.master_params = (
+            float32_copies(stored_precision(lm, trained), trained) if has_masters else self.compute_params
         )
         """The trained parameters of the backbone, or their float32 master weights."""
         self.captured: CapturedBackbone | None = None
 
     @property
     def backbone(self) -> nn.Module:
-        return self._lm[0].backbone if self.own is None else self.own
+        return self._lm[0].backbone if self.separate_backbone is None else self.separate_backbone
 
     def trained(self) -> list[Tensor]:
         """Return the parameters that the optimizer steps."""
-        return [*self.head.parameters(), *self.stepped]
+        return [*self.head.parameters(), *self.master_params]
 
     def _by_name(self) -> dict[str, Tensor]:
         names = [name for name, p in self.named_parameters() if p.requires_grad and not name.startswith("head.")]
-        return dict(self.head.named_parameters(prefix="head")) | dict(zip(names, self.stepped, strict=True))
+        return dict(self.head.named_parameters(prefix="head")) | dict(zip(names, self.master_params, strict=True))
 
-    def state_dict(self, *args: object, **more: object) -> dict[str, Tensor]:  # type: ignore[override]
+    def state_dict(self, *args: object, **kwargs: object) -> dict[str, Tensor]:  # type: ignore[override]
         """Return the trained parameters; the others are loaded with the model."""
         return {name: p.detach() for name, p in self._by_name().items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:  # type: ignore[override]
         load_params(self._by_name(), state)
-        copy_to_working(self.working, self.stepped)
+        copy_to_compute_params(self.compute_params, self.master_params)
 
     def attention(self) -> AbstractContextManager[None]:
         """Enable packed attention in its layers."""
-        lm = self._lm[0]
-        return packed_attention_enabled(lm.model if self.own is None else self.own, lm.can_share_prompts)
+        lm, backbone = self._lm[0], self.separate_backbone
+        return packed_attention_enabled(lm.model if backbone is None else backbone, lm.can_share_prompts)
 
     def forward(self, batch: Rollouts) -> Float[Tensor, "prompt sample state"]:
         """Return V before every action and after the last token of each response; 0 at other states."""
@@ -120,7 +121,7 @@ class LanguageLearner(InProcessLearner):
     """
 
     captures = True
-    """Are small rows computed by CUDA graphs, on a GPU?"""
+    """Whether small rows are computed by CUDA graphs on a GPU."""
 
     def __init__(
         self,
@@ -135,14 +136,15 @@ class LanguageLearner(InProcessLearner):
         rounding: int | None = None,
     ):
         self.lm, self.outputs, self.micro_batch, self.checkpointing = lm, outputs, micro_batch, checkpointing
-        self.whole_lm = lm
+        self.unsharded_lm = lm
         """The model with whole parameters; the trained one may be sharded."""
         self._params, self._forward = lm.trained(), ForwardModule(lm)
-        self._working = list(self._params.values())
+        self._compute_params = list(self._params.values())
         stored, lm.full_precision_params = lm.full_precision_params, {}
-        self._rounds = any(map(is_half, self._working))
-        """Do the parameters have float32 master weights?"""
-        self._trainable = float32_copies(stored, self._params) if self._rounds and rounding is None else self._working
+        self._is_half = any(map(is_half, self._compute_params))
+        """Whether the parameters are in half precision."""
+        has_masters = self._is_half and rounding is None
+        self._trainable = float32_copies(stored, self._params) if has_masters else self._compute_params
         self.train_critic(critic, critic_update)
         self.loss_scale = self._next_scale = self.critic_scale = LossScale()
         self.optimizer = update.optimizer(self.trainable())
@@ -150,11 +152,11 @@ class LanguageLearner(InProcessLearner):
         if rounding is not None:
             masters = (most_precise(stored, name, p).to(p.device, torch.float32) for name, p in self._params.items())
             self.optimizer = self.compact = CompactAdamW(self.trainable(), masters, self.optimizer, rounding)
-        self.reference_params = [p.detach().clone() for p in self._working] if reference else None
+        self.reference_params = [p.detach().clone() for p in self._compute_params] if reference else None
         self.reference_moved = False
-        self._average: list[Tensor] | None = None
+        self._float32_reference: list[Tensor] | None = None
         """A moving-average reference in float32, if parameters are in half precision."""
-        exact = self._working[0].dtype == torch.float64
+        exact = self._compute_params[0].dtype == torch.float64
         self._loss_grad = -torch.ones((), dtype=torch.float64 if exact else torch.float32, device=lm.device)
         if update.full_batch and any(map(is_half, lm.model.parameters())):
             raise ConfigError(  # adapters are in float32 and do not help: log-probs are those of the whole model
@@ -165,35 +167,32 @@ class LanguageLearner(InProcessLearner):
             raise ConfigError(
                 f"--policy.checkpointing: {type(lm.model).__name__} has no layers to compute again; unset it"
             )
-        fits = lm.can_fuse_layers and (lm.device.type == "cuda" or lm.model.dtype == torch.float32)
-        if fits and self.computes_alone and not update.full_batch:  # Fisher products differentiate twice
+        can_fuse = lm.can_fuse_layers and (lm.device.type == "cuda" or lm.model.dtype == torch.float32)
+        if can_fuse and self.computes_alone and not update.full_batch:  # Fisher products differentiate twice
             fuse_layers(lm.model)
-            if critic is not None and critic.own is not None:
-                fuse_layers(critic.own)
+            if critic is not None and critic.separate_backbone is not None:
+                fuse_layers(critic.separate_backbone)
         per = STATE_BYTES_PER_PARAM if rounding is None else COMPACT_BYTES_PER_PARAM
         self._memory_plan = None if micro_batch else plan_micro_batches(lm, checkpointing, reference, critic, per=per)
-        self._captured = self._capturing(lm.backbone, self._working, self._trainable)
-        if critic is not None and critic.own is not None:
-            critic.captured = self._capturing(critic.own, critic.working, critic.stepped)
+        self._captured_backbone = self._capture_backbone(lm.backbone, self._compute_params, self._trainable)
+        if critic is not None and critic.separate_backbone is not None:
+            critic.captured = self._capture_backbone(
+                critic.separate_backbone, critic.compute_params, critic.master_params
+            )
 
-    def _capturing(self, backbone: nn.Module, working: list[Tensor], stepped: list[Tensor]) -> CapturedBackbone | None:
+    def _capture_backbone(
+        self, backbone: nn.Module, compute_params: list[Tensor], master_params: list[Tensor]
+    ) -> CapturedBackbone | None:
         """Return the CUDA graphs of small rows, if flash attention is available."""
         lm = self.lm
-        if (
-            not self.computes_alone or self.compact is not None
-        ):  # in shards a layer is gathered as it works; graphs sum floats
+        if not self.computes_alone or self.compact is not None:  # FSDP2 gathers layers as they run; graphs sum floats
             return None
         flash = varlen_kernel(lm.model.get_input_embeddings().weight.new_empty(0, head_dim_of(lm))) is FlashVarlen
         if not (self.captures and flash and lm.can_share_prompts) or self.checkpointing:
             return None
-        tokens = captured_tokens(int(lm.gpu_memory), stepped, bytes_per_token(lm, False))
-        return CapturedBackbone(
-            backbone,
-            working,
-            stepped,
-            min(tokens, self._memory_plan.tokens if self._memory_plan else tokens),
-            CudaGraphs(),
-        )
+        tokens = captured_tokens(int(lm.gpu_memory), master_params, bytes_per_token(lm, False))
+        tokens = min(tokens, self._memory_plan.tokens if self._memory_plan else tokens)
+        return CapturedBackbone(backbone, compute_params, master_params, tokens, CudaGraphs())
 
     # ---- forward passes -------------------------------------------------------------------------
 
@@ -205,11 +204,8 @@ class LanguageLearner(InProcessLearner):
     @property
     def plan(self) -> MicroBatchPlan:
         """The limits of a micro-batch."""
-        return (
-            self._memory_plan
-            if self._memory_plan is not None and not self.micro_batch
-            else MicroBatchPlan(self.micro_batch)
-        )
+        plan = None if self.micro_batch else self._memory_plan
+        return MicroBatchPlan(self.micro_batch) if plan is None else plan
 
     def split(self, batch: Batch) -> Iterator[Batch]:
         plan = self.plan
@@ -225,10 +221,10 @@ class LanguageLearner(InProcessLearner):
 
         The GPU computes it while the host scores responses. It does not change results.
         """
-        if self._captured is not None and not self.micro_batch and self.ranks is SINGLE_PROCESS:
+        if self._captured_backbone is not None and not self.micro_batch and self.ranks is SINGLE_PROCESS:
             row = pack_batch(rollouts, action_states(rollouts))
             with self._attention():
-                self._captured.begin(row.ids, row.positions, row.groups)
+                self._captured_backbone.begin(row.ids, row.positions, row.groups)
 
     def forward(self, micro: Batch) -> Outputs:
         with activation_checkpointing(self.lm.backbone, self._needs_recompute(micro)):
@@ -246,13 +242,13 @@ class LanguageLearner(InProcessLearner):
         value = F.pad(scatter_tokens(values[0], batch.mask), (0, 1)) if values else None
         return Outputs(scatter_tokens(logp, batch.mask), scatter_tokens(entropy, batch.mask), kl, value=value)
 
-    def _stats(self, batch: Batch, **more: Any) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
+    def _stats(self, batch: Batch, **options: Any) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
         """Return a function from head and hidden states to log-probs, entropies and the KL to another policy."""
-        return partial(token_stats, target=targets(batch, self.lm.device), temperature=batch.temperature, **more)
+        return partial(token_stats, target=targets(batch, self.lm.device), temperature=batch.temperature, **options)
 
     def _reference(self, batch: Batch) -> tuple[LMHead, Tensor]:
         assert self.reference_params is not None
-        return self._forward.with_params(self.reference_params, batch, _both)
+        return self._forward.with_params(self.reference_params, batch, _head_and_hidden)
 
     def scored(self, micro: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
         stats, reference, value = self._stats(micro), None, None
@@ -263,7 +259,7 @@ class LanguageLearner(InProcessLearner):
                 scores["logp_ref"] = stats(*reference)[0]
             if needs & {"logp_old", "kl_full"}:
                 stats = partial(stats, reference=reference if "kl_full" in needs else None)
-                shared = "value" in needs and self.critic.own is None
+                shared = "value" in needs and self.critic.separate_backbone is None
                 (scores["logp_old"], _, scores["kl_full"]), value = self._policy_scores(micro, stats, shared)
         scores = {name: scatter_tokens(scores[name], micro.mask) for name in needs & scores.keys()}
         if "value" in needs:
@@ -271,7 +267,7 @@ class LanguageLearner(InProcessLearner):
         return scores
 
     def _policy_scores(self, micro: Batch, stats: Callable[..., Any], shared: bool) -> tuple[Any, Tensor | None]:
-        """What is read off the policy's hidden states; of a critic that shares them, values in the same pass."""
+        """Return the policy's statistics and, if the critic shares its hidden states, the values of the same pass."""
         if not shared:
             return self._forward(micro, stats), None
         states = value_states(micro)
@@ -280,8 +276,8 @@ class LanguageLearner(InProcessLearner):
         def read(head: LMHead, hidden: Tensor) -> tuple[Any, Tensor]:
             return stats(head, hidden[acted]), self.critic.read(hidden)
 
-        found, values = self._forward(micro, read, states)
-        return found, scatter_tokens(values, to_device_async(states, micro.mask.device))
+        scores, values = self._forward(micro, read, states)
+        return scores, scatter_tokens(values, to_device_async(states, micro.mask.device))
 
     def values(self, batch: Batch) -> Float[Tensor, "prompt sample state"]:
         with self.critic.attention(), activation_checkpointing(self.critic.backbone, self._needs_recompute(batch)):
@@ -299,26 +295,27 @@ class LanguageLearner(InProcessLearner):
         return terms
 
     def _gradient(self, mini: Batch, objective: Objective, scale: float = 1.0) -> Terms:
-        again = activation_checkpointing(self.lm.backbone, self.checkpointing)
+        checkpointing = activation_checkpointing(self.lm.backbone, self.checkpointing)
         # Gradients are accumulated in a precision that keeps small ones.
-        wide = accumulate_into(self._trainable, self._working) if self.compact is None else self.compact.accumulating()
-        self._forward.captured, uphill = self._captured, self._loss_grad
-        self._loss_grad = uphill if scale == 1.0 else uphill * scale
+        compact, params = self.compact, self._compute_params
+        accumulation = compact.accumulating() if compact is not None else accumulate_into(self._trainable, params)
+        self._forward.captured, unscaled = self._captured_backbone, self._loss_grad
+        self._loss_grad = unscaled if scale == 1.0 else unscaled * scale
         try:
-            with self._attention(), again, wide:
+            with self._attention(), checkpointing, accumulation:
                 return super().gradient(mini, objective)
         finally:
-            self._forward.captured, self._loss_grad = None, uphill
+            self._forward.captured, self._loss_grad = None, unscaled
 
     def step(self, mini: Batch, objective: Objective, update: TakeStep) -> UpdateResult:
-        stepped = super().step(mini, objective, update)
+        result = super().step(mini, objective, update)
         self.loss_scale = self._next_scale
-        self._narrow()
-        return stepped if self.lm.device.type == "cpu" else fetched(stepped, self.lm.device)
+        self._update_compute_params()
+        return result if self.lm.device.type == "cpu" else fetch_result(result, self.lm.device)
 
-    def _narrow(self) -> None:
+    def _update_compute_params(self) -> None:
         """Copy the master weights to the parameters of the model."""
-        copy_to_working(self._working, self._trainable)
+        copy_to_compute_params(self._compute_params, self._trainable)
 
     def evaluate_objective(self, mini: Batch, objective: Objective) -> Tensor:
         with self._attention():
@@ -326,12 +323,12 @@ class LanguageLearner(InProcessLearner):
 
     def set_trainable(self, params: list[Tensor]) -> None:
         super().set_trainable(params)
-        self._narrow()
+        self._update_compute_params()
 
     def kl(self, micro: Batch, params: list[Tensor]) -> Float[Tensor, "prompt sample token"]:
         with self._attention():
-            now = self._forward(micro, _both)
-            _, _, kl = self._forward.with_params(params, micro, self._stats(micro, reference=now))
+            policy = self._forward(micro, _head_and_hidden)
+            _, _, kl = self._forward.with_params(params, micro, self._stats(micro, reference=policy))
         assert kl is not None
         return scatter_tokens(kl, micro.mask)
 
@@ -343,10 +340,10 @@ class LanguageLearner(InProcessLearner):
 
     def fit_critic(self, mini: Batch, loss: ValueLoss) -> tuple[Tensor, Tensor]:
         critic = self.critic
-        again = activation_checkpointing(critic.backbone, self.checkpointing)
-        with critic.attention(), again, accumulate_into(critic.stepped, critic.working):
+        checkpointing = activation_checkpointing(critic.backbone, self.checkpointing)
+        with critic.attention(), checkpointing, accumulate_into(critic.master_params, critic.compute_params):
             total, norm = super().fit_critic(mini, loss)
-        copy_to_working(critic.working, critic.stepped)
+        copy_to_compute_params(critic.compute_params, critic.master_params)
         return total.cpu(), norm.cpu()
 
     def value_gradient(self, mini: Batch, loss: ValueLoss, scale: float = 1.0) -> Tensor:
@@ -360,27 +357,27 @@ class LanguageLearner(InProcessLearner):
     def _attention(self) -> AbstractContextManager[None]:
         return packed_attention_enabled(self.lm.model, self.lm.can_share_prompts)
 
-    # ---- the reference, and what a checkpoint holds ---------------------------------------------
+    # ---- reference and checkpoints ---------------------------------------------------------------
 
     @torch.no_grad()
     def mix_reference(self, rate: float) -> None:
         assert self.reference_params is not None
         self.reference_moved = True
-        if self._rounds and self._average is None:
-            self._average = [kept.float() for kept in self.reference_params]
-        average = self._average or self.reference_params
+        if self._is_half and self._float32_reference is None:
+            self._float32_reference = [p.float() for p in self.reference_params]
+        average = self._float32_reference or self.reference_params
         masters = self._trainable if self.compact is None else self.compact.masters()
-        for old, now in zip(average, masters, strict=False):  # a value head may follow the parameters
-            old.lerp_(now, rate)
+        for mean, master in zip(average, masters, strict=False):  # a value head may follow the parameters
+            mean.lerp_(master, rate)
         if average is not self.reference_params:
             torch._foreach_copy_(self.reference_params, average)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         groups = super().state()
-        if self._trainable is not self._working:
+        if self._trainable is not self._compute_params:
             groups["wide"] = self._masters()
         if self.reference_params is not None and self.reference_moved:
-            groups["reference"] = dict(zip(self._params, self._average or self.reference_params, strict=True))
+            groups["reference"] = dict(zip(self._params, self._float32_reference or self.reference_params, strict=True))
         if self.lm.model.dtype == torch.float16:
             scales = {"policy": self.loss_scale, "critic": self.critic_scale}
             groups["loss_scale"] = {name: torch.tensor(scale, dtype=torch.float64) for name, scale in scales.items()}
@@ -392,12 +389,13 @@ class LanguageLearner(InProcessLearner):
         state = to_float32_state(state, names) if self.compact is None else to_compact_state(state, names, self.compact)
         exact = state.get("wide", state["params"])
         load_params(self._masters(), exact)
-        self._narrow()
+        self._update_compute_params()
         if "reference" in state and self.reference_params is not None:
             self.reference_moved = True
             load_params(dict(zip(self._params, self.reference_params, strict=True)), state["reference"])
-            if self._rounds:
-                self._average = [state["reference"][name].to(self.lm.device, torch.float32) for name in self._params]
+            if self._is_half:
+                saved, device = state["reference"], self.lm.device
+                self._float32_reference = [saved[name].to(device, torch.float32) for name in self._params]
         super().restore(state)
         if scales := state.get("loss_scale"):
             self.loss_scale, self.critic_scale = (LossScale(*scales[name].tolist()) for name in ("policy", "critic"))
@@ -405,18 +403,18 @@ class LanguageLearner(InProcessLearner):
         check_restored(self._masters(), exact)
 
     def _masters(self) -> dict[str, Tensor]:
-        """Return what the optimizer steps, by name: master weights, or the parameters themselves."""
+        """Return the parameters that the optimizer steps, by name: master weights if there are any."""
         return dict(zip(self._params, self._trainable, strict=True))
 
 
-def fetched(stepped: UpdateResult, device: torch.device) -> UpdateResult:
+def fetch_result(result: UpdateResult, device: torch.device) -> UpdateResult:
     """Copy the report of a step to the host: all scalars in one copy and all per-token values in another."""
-    named = stepped.metrics | stepped.sums
+    named = result.metrics | result.sums
     numbers = torch.stack([value.to(device) for value in named.values()]).cpu()  # sync
     by_name = dict(zip(named, numbers, strict=True))
-    tokens = [stepped.logp] if stepped.entropy is None else [stepped.logp, stepped.entropy]
+    tokens = [result.logp] if result.entropy is None else [result.logp, result.entropy]
     logp, *entropy = torch.stack(tokens).cpu()
-    metrics, sums = ({name: by_name[name] for name in names} for names in (stepped.metrics, stepped.sums))
+    metrics, sums = ({name: by_name[name] for name in names} for names in (result.metrics, result.sums))
     return UpdateResult(metrics, sums, logp, *entropy)
 
 
@@ -425,7 +423,7 @@ def _with_values(critic: LanguageCritic, stats: Callable[..., Any], head: LMHead
     return *stats(head, hidden), critic.read(hidden)
 
 
-def _both(head: LMHead, hidden: Tensor) -> tuple[LMHead, Tensor]:
+def _head_and_hidden(head: LMHead, hidden: Tensor) -> tuple[LMHead, Tensor]:
     return head, hidden
 
 
@@ -433,16 +431,16 @@ def _both(head: LMHead, hidden: Tensor) -> tuple[LMHead, Tensor]:
 
 
 @torch.no_grad()
-def load_params(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
+def load_params(params: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
     """Load trained parameters from a checkpoint. ConfigError if they are another model's."""
-    check_params(own, given)
-    for name, value in given.items():
-        own[name].copy_(value)
+    check_params(params, saved)
+    for name, value in saved.items():
+        params[name].copy_(value)
 
 
-def check_params(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
+def check_params(params: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
     """Raise ConfigError if parameters are another model's."""
-    if own.keys() != given.keys() or any(own[k].shape != given[k].shape for k in given):
+    if params.keys() != saved.keys() or any(params[k].shape != saved[k].shape for k in saved):
         raise ConfigError(
             "these parameters are not this model's: set the --model and --policy.lora that they were made with"
         )
@@ -457,27 +455,29 @@ def float32_copies(stored: dict[str, Tensor], params: dict[str, Tensor]) -> list
 
     A master weight that starts at its rounded value has to change by half a rounding step before the parameter does.
     """
-    wide = []
+    master_params = []
     for name, p in params.items():
         value = most_precise(stored, name, p)
-        wide.append(value.to(p.device, torch.float32, copy=value.data_ptr() == p.data_ptr()))
-    return wide
+        master_params.append(value.to(p.device, torch.float32, copy=value.data_ptr() == p.data_ptr()))
+    return master_params
 
 
-def stored_precision(lm: LanguageModel, body: dict[str, Tensor]) -> dict[str, Tensor]:
+def stored_precision(lm: LanguageModel, backbone_params: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the stored values of the parameters that the model has rounded, for a copy of the backbone."""
     names = {id(p): name for name, p in lm.model.named_parameters()}
     pairs = (
-        (own, lm.full_precision_params.get(names[id(p)])) for own, p in lm.backbone.named_parameters() if own in body
+        (name, lm.full_precision_params.get(names[id(p)]))
+        for name, p in lm.backbone.named_parameters()
+        if name in backbone_params
     )
-    return {own: exact.clone() for own, exact in pairs if exact is not None}
+    return {name: exact.clone() for name, exact in pairs if exact is not None}
 
 
 @torch.no_grad()
-def copy_to_working(working: list[Tensor], stepped: list[Tensor]) -> None:
+def copy_to_compute_params(compute_params: list[Tensor], master_params: list[Tensor]) -> None:
     """Copy master weights, if there are any, to the parameters of the model."""
-    if working is not stepped:
-        torch._foreach_copy_(working, stepped)
+    if compute_params is not master_params:
+        torch._foreach_copy_(compute_params, master_params)
 
 
 def most_precise(stored: dict[str, Tensor], name: str, p: Tensor) -> Tensor:
@@ -488,16 +488,16 @@ def most_precise(stored: dict[str, Tensor], name: str, p: Tensor) -> Tensor:
 
 
 @contextmanager
-def accumulate_into(wide: list[Tensor], narrow: list[Tensor]) -> Iterator[None]:
+def accumulate_into(master_params: list[Tensor], compute_params: list[Tensor]) -> Iterator[None]:
     """Accumulate the gradients of half-precision parameters in the `.grad` of their master weights."""
 
-    def add(to: Tensor, p: Tensor) -> None:
+    def add(master: Tensor, p: Tensor) -> None:
         assert p.grad is not None
-        to.grad = p.grad.float() if to.grad is None else to.grad.add_(p.grad)
+        master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
         p.grad = None
 
-    pairs = [] if wide is narrow else zip(narrow, wide, strict=True)
-    hooks = [p.register_post_accumulate_grad_hook(partial(add, to)) for p, to in pairs]
+    pairs = [] if master_params is compute_params else zip(compute_params, master_params, strict=True)
+    hooks = [p.register_post_accumulate_grad_hook(partial(add, master)) for p, master in pairs]
     try:
         yield
     finally:

@@ -226,7 +226,7 @@ class InProcessLearner(Learner, Protocol):
             groups["critic_optimizer"] = _optimizer_state(self.critic_optimizer)
         return groups
 
-    def stage_parts(self, aside: Any) -> Any:
+    def stage_shards(self, aside: Any) -> Any:
         """Stage the shards of a checkpoint in this folder; None: rank 0 writes `state`."""
         return None
 

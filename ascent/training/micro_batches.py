@@ -187,7 +187,7 @@ def critic_bytes(critic: Any) -> int:
     """Return the bytes of a critic: parameters, and float32 master weights, gradients and moments of trained ones."""
     if critic is None:
         return 0
-    copies = [] if critic.stepped is critic.working else critic.stepped
+    copies = [] if critic.master_params is critic.compute_params else critic.master_params
     held = [*critic.parameters(), *copies, *(3 * critic.trained())]
     return sum(p.numel() * p.element_size() for p in held)
 

@@ -396,14 +396,14 @@ def test_no_model_is_there_twice_as_a_whole_while_it_is_cut(
     one_rank: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layer by layer: what is made of a layer in float32 is cut before the next one is made."""
-    real, whole = fsdp.HollowModel.fill, []
+    real, whole = fsdp.MetaDeviceCopy.fill, []
 
     def fill(self: Any, part: Any) -> None:
         real(self, part)
         plain = [p for p in part.parameters() if not hasattr(p, "to_local")]
         whole.append(sum(p.numel() for p in plain))
 
-    monkeypatch.setattr(fsdp.HollowModel, "fill", fill)
+    monkeypatch.setattr(fsdp.MetaDeviceCopy, "fill", fill)
     monkeypatch.setattr(fsdp, "BUCKET_NUMEL", 1)
     lm = model_of(dtype=torch.bfloat16, num_hidden_layers=4)
     fsdp.shard_model(lm, 1)

@@ -110,7 +110,7 @@ def test_fused_parts_of_a_mixed_model_compute_the_same() -> None:
 
 def test_a_mixed_model_can_be_copied_and_be_plain_again() -> None:
     lm = rounded("mixed")
-    own = LanguageCritic(lm, shared=False).own
+    own = LanguageCritic(lm, shared=False).separate_backbone
     assert own.forward.args[0] is own, "a copy computes with its own parameters"
     words, again = own.get_input_embeddings(), copy.deepcopy(lm.model)
     assert words(torch.zeros(1, dtype=torch.long)).dtype == torch.float32
@@ -138,7 +138,7 @@ def test_a_mixed_model_is_captured_too() -> None:
         for _ in range(2):  # the second use of a size captures it
             grads = gradients(learner, batch, algorithm)
         found.append(torch.cat([g.flatten().double() for g in grads]))
-        assert not captured or (learner._captured is not None and learner._captured.rows)
+        assert not captured or (learner._captured_backbone is not None and learner._captured_backbone.rows)
     assert float(found[0] @ found[1] / found[0].norm() / found[1].norm()) > 0.999
 
 

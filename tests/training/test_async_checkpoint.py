@@ -143,7 +143,7 @@ def learner() -> Iterator[ShardedLearner]:
         model_of(dtype=torch.bfloat16), Adam(), False, grpo.outputs, 0, False, group, grpo.critic, gather=0.0
     )
     assert made.optimizer is not None
-    for p in made._sharded.own:
+    for p in made._sharded.local_params:
         p.grad = torch.ones_like(p)
     made.optimizer.step()
     yield made
@@ -153,7 +153,7 @@ def learner() -> Iterator[ShardedLearner]:
 
 def written(learner: ShardedLearner, folder: Path) -> Path:
     final = checkpoint.step_folder(folder, 7)
-    parts = learner.stage_parts(checkpoint.temporary_path(final)) if learner.writes_shards else None
+    parts = learner.stage_shards(checkpoint.temporary_path(final)) if learner.writes_shards else None
     saved = {"step": 7, "state": {}, "records": {}}
     checkpoint.save(folder, 7, {"rng": {"x": torch.zeros(1)}}, saved, 2, None, parts)
     return final

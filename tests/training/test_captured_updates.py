@@ -55,11 +55,13 @@ class Anew(EagerGraphs):
 
 def capturing(learner: LanguageLearner, tokens: int = 10_000) -> LanguageLearner:
     """With captured passes, as on a GPU."""
-    both = (learner._working, learner._trainable)
-    learner._captured = CapturedBackbone(learner.lm.backbone, *both, tokens, Anew(), FlashFormulas)
-    if learner.critic is not None and learner.critic.own is not None:
+    both = (learner._compute_params, learner._trainable)
+    learner._captured_backbone = CapturedBackbone(learner.lm.backbone, *both, tokens, Anew(), FlashFormulas)
+    if learner.critic is not None and learner.critic.separate_backbone is not None:
         critic = learner.critic
-        critic.captured = CapturedBackbone(critic.own, critic.working, critic.stepped, tokens, Anew(), FlashFormulas)
+        critic.captured = CapturedBackbone(
+            critic.separate_backbone, critic.compute_params, critic.master_params, tokens, Anew(), FlashFormulas
+        )
     return learner
 
 
@@ -119,13 +121,13 @@ def test_captured_passes_have_the_gradient_of_plain_ones(kind: str, row: str, bu
     if learner.critic_optimizer is not None:
         learner.critic_update = replace(learner.critic_update, lr=1e-30)  # type: ignore[type-var]
     want = gradients(learner, ready, algorithm)
-    captured: Any = capturing(learner)._captured
+    captured: Any = capturing(learner)._captured_backbone
     for again in range(3):
         got = gradients(learner, ready, algorithm)
         assert again == 0 or (captured.rows and captured.graphs.captured == 2 * len(captured.rows))
         for a, b in zip(got, want, strict=True):
             assert (a - b).abs().max() < 1e-9 * max(1.0, float(b.abs().max()))
-    assert captured.capture_error is None and sum(captured.used.values()) >= 3
+    assert captured.capture_error is None and sum(captured.num_uses.values()) >= 3
 
 
 def test_what_was_summed_before_a_capture_is_kept() -> None:
@@ -136,9 +138,9 @@ def test_what_was_summed_before_a_capture_is_kept() -> None:
     ready = credited(batch.add(logp_old=batch.logp_sampler), algorithm, learner)
     assert len(list(learner.split(ready))) == 2
     want = gradients(learner, ready, algorithm)
-    captured: Any = capturing(learner)._captured
+    captured: Any = capturing(learner)._captured_backbone
     got = gradients(learner, ready, algorithm)
-    assert list(captured.used.values()) == [2] and len(captured.rows) == 1
+    assert list(captured.num_uses.values()) == [2] and len(captured.rows) == 1
     assert all((a - b).abs().max() < 1e-9 * max(1.0, float(b.abs().max())) for a, b in zip(got, want, strict=True))
 
 
@@ -153,7 +155,7 @@ def test_captured_passes_follow_the_parameters_and_what_is_frozen() -> None:
         learner, algorithm = learner_of(lm, "policy")
         batch = awkward(lm)
         ready = credited(batch.add(logp_old=batch.logp_sampler), algorithm, learner)
-        captured: Any = capturing(learner)._captured if small else None
+        captured: Any = capturing(learner)._captured_backbone if small else None
         for step in range(4):
             learner.step(ready, algorithm.objective, algorithm.update)
             if step == 2:
@@ -172,12 +174,12 @@ def test_what_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     ready = credited(batch.add(logp_old=batch.logp_sampler), algorithm, learner)
     want = gradients(learner, ready, algorithm)
     for tokens, most, broken in ((20, 16, False), (10_000, 0, False), (10_000, 16, True)):
-        captured: Any = capturing(learner, tokens)._captured
+        captured: Any = capturing(learner, tokens)._captured_backbone
         monkeypatch.setattr(module, "MAX_CAPTURED_SIZES", most)
         if broken:
             monkeypatch.setattr(captured.graphs, "capture", lambda _: (_ for _ in ()).throw(RuntimeError("no\nmore")))
         learner.score(ready, frozenset({"logp_old"}))
-        assert not captured.used
+        assert not captured.num_uses
         for _ in range(2):
             got = gradients(learner, ready, algorithm)
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -198,7 +200,7 @@ def test_a_forward_pass_that_began_early_is_used_once_and_only_for_its_row_and_p
     lm = model_of()
     learner, algorithm = learner_of(lm, "policy")
     learner.begin(batch_of(lm))  # nothing is captured, and nothing happens
-    captured: Any = capturing(learner)._captured
+    captured: Any = capturing(learner)._captured_backbone
     batch = batch_of(lm)
     other = batch.add(response=batch.response.flip(1))
     ready, beside = (credited(one.add(logp_old=one.logp_sampler), algorithm, learner) for one in (batch, other))
@@ -277,7 +279,7 @@ def test_graphs_on_a_gpu_have_the_gradient_of_launches(row: str) -> None:
     if learner.critic_optimizer is not None:
         learner.critic_update = replace(learner.critic_update, lr=1e-30)  # type: ignore[type-var]
     first, _, third = (gradients(learner, ready, algorithm) for _ in range(3))
-    captured: Any = learner._captured
+    captured: Any = learner._captured_backbone
     assert captured is not None and captured.rows and captured.capture_error is None
     learner.begin(batch)
     assert captured.early_forward is not None

@@ -100,7 +100,7 @@ def half(finer: bool = False) -> LanguageModel:
 
 
 def rounded(critic: LanguageCritic) -> bool:
-    pairs = zip(critic.working, critic.stepped, strict=True)
+    pairs = zip(critic.compute_params, critic.master_params, strict=True)
     return all(torch.equal(p, wide.bfloat16()) for p, wide in pairs)
 
 
@@ -111,20 +111,20 @@ def test_a_critic_in_bfloat16_is_stepped_through_float32_copies(finer: bool) -> 
     stored = dict(lm.full_precision_params)
     learner = learner_of(lm, False)
     critic: Any = learner.critic
-    assert critic.head.weight.dtype == torch.float32 and {p.dtype for p in critic.working} == {torch.bfloat16}
+    assert critic.head.weight.dtype == torch.float32 and {p.dtype for p in critic.compute_params} == {torch.bfloat16}
     if finer:
         first = dict(critic.state_dict())
         assert all(
             torch.equal(first[f"own.{n.removeprefix('model.')}"], p) for n, p in stored.items() if "lm_head" not in n
         )
-        assert not {p.data_ptr() for p in critic.stepped} & {p.data_ptr() for p in learner.trainable()}
+        assert not {p.data_ptr() for p in critic.master_params} & {p.data_ptr() for p in learner.trainable()}
     learner.critic_update = replace(learner.critic_update, lr=1e-6)  # type: ignore[type-var]
     batch = awkward(lm)
     ready = credited(batch.add(logp_old=batch.logp_sampler), PPO[False], learner)
-    before = [p.clone() for p in critic.stepped]
+    before = [p.clone() for p in critic.master_params]
     policy = [p.detach().clone() for p in lm.model.parameters()]
     trained(learner, ready, False)
-    assert all(not torch.equal(a, b) for a, b in zip(before, critic.stepped, strict=True)) and rounded(critic)
+    assert all(not torch.equal(a, b) for a, b in zip(before, critic.master_params, strict=True)) and rounded(critic)
     assert all(torch.equal(a, b) for a, b in zip(policy, lm.model.parameters(), strict=True))
 
 
@@ -161,7 +161,10 @@ def test_a_critics_own_backbone_is_fused_too(monkeypatch: pytest.MonkeyPatch) ->
     lm = half()
     fused_layers.fuse_layers(lm.model, fused_layers.ElementwiseReference)
     critic = LanguageCritic(lm, False)
-    assert critic.own is not None and fused_layers.fuse_layers(critic.own, fused_layers.ElementwiseReference) > 0
+    assert (
+        critic.separate_backbone is not None
+        and fused_layers.fuse_layers(critic.separate_backbone, fused_layers.ElementwiseReference) > 0
+    )
     for p in lm.model.parameters():
         p.data.zero_()
-    assert critic.own(torch.arange(5)[None]).last_hidden_state.abs().max() > 0
+    assert critic.separate_backbone(torch.arange(5)[None]).last_hidden_state.abs().max() > 0

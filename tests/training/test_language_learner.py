@@ -516,7 +516,7 @@ def test_a_micro_batch_counts_the_tokens_that_are_really_computed(share_prompts:
         lm.can_share_prompts = share_prompts
         batch = rewarded(sampler_of(lm, limit=6).generate(Prompts.of(prompts_of((40, 12, 60, 3))), 6))
         learner = with_critic(lm, algorithm, budget)
-        for backbone in (lm.backbone, learner.critic.own):
+        for backbone in (lm.backbone, learner.critic.separate_backbone):
             backbone.register_forward_pre_hook(lambda *a: seen.append(a[2]["input_ids"].shape), with_kwargs=True)
         mini = credited(batch, algorithm, learner)
         learner.gradient(mini, algorithm.objective)

@@ -214,7 +214,7 @@ def test_the_preflight_says_how_an_update_is_cut(plan: MicroBatchPlan, words: li
     """At the limits: 2 prompts of 60 tokens with 4 responses of 100, which are 460 tokens each."""
     task, lm, report = SimpleNamespace(max_prompt=60, room=100), one_model("Llama"), PreflightReport()
     config: Any = SimpleNamespace(task=task, prompts=2, samples=4, minibatches=1)
-    report_update(config, SimpleNamespace(plan=plan, whole_lm=lm), report)  # type: ignore[arg-type]
+    report_update(config, SimpleNamespace(plan=plan, unsharded_lm=lm), report)  # type: ignore[arg-type]
     for each in words:
         assert each in report.text()
 

@@ -384,7 +384,7 @@ def test_a_language_critics_values(name: str, shares: bool) -> None:
     value = learner.score(batch, frozenset({"value"}))["value"]
     for p, s in itertools.product(range(2), range(3)):
         ids, start = sequence(batch, p, s)
-        every = critic.head(critic.own(ids[None]).last_hidden_state[0, start - 1 :])[:, 0]
+        every = critic.head(critic.separate_backbone(ids[None]).last_hidden_state[0, start - 1 :])[:, 0]
         before = torch.nn.functional.pad(batch.present[p, s].cumsum(-1), (1, 0))
         asked = torch.nn.functional.pad(batch.mask[p, s], (0, 1))
         asked[batch.extent[p, s]] = True

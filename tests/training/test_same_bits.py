@@ -50,7 +50,7 @@ def test_a_critic_adds_up_in_one_order() -> None:
     critic = LanguageCritic(lm, shared=False)
     with InAnyOrder() as order:
         critic(batch).sum().backward()
-    assert not order.seen and any(p.grad is not None for p in critic.own.parameters())
+    assert not order.seen and any(p.grad is not None for p in critic.separate_backbone.parameters())
 
 
 def test_a_policy_of_positions_adds_up_in_one_order() -> None:

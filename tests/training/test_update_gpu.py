@@ -313,7 +313,9 @@ def test_a_moving_reference_moves_in_bfloat16_too() -> None:
     other.restore(learner.state())
     for a, b in ((learner, other), (other, learner)):
         a.mix_reference(0.3), b.mix_reference(0.3)
-        assert all(torch.equal(x, y) for x, y in zip(a._average or [], b._average or [], strict=True))
+        assert all(
+            torch.equal(x, y) for x, y in zip(a._float32_reference or [], b._float32_reference or [], strict=True)
+        )
 
 
 def test_a_fused_model_can_be_copied() -> None:
