@@ -140,7 +140,7 @@ def test_seeds_ends_and_greedy_answers(served: Served) -> None:
 
 
 @pytest.mark.parametrize("what", ["left out", "another head"])
-def test_a_sabotaged_load_is_caught(served: Served, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corrupted_load_is_detected(served: Served, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     version = served.sampler.version + 1
     served.move(version)
     now = checkpoint_tensors(served.lm)

@@ -58,7 +58,7 @@ REFUSED = ["trpo"]
 
 
 @pytest.mark.smoke
-def test_three_ranks_give_the_numbers_of_one_process() -> None:
+def test_three_ranks_match_one_process() -> None:
     """With every parameter on each of them, and in shards where that is not refused."""
     from benchmarks.ranks import measure
 
@@ -92,7 +92,7 @@ def launch() -> Iterator[Callable[..., Any]]:
 
 
 @pytest.mark.smoke
-def test_a_killed_rank_ends_the_run_and_one_process_resumes_it(launch: Callable[..., Any], tmp_path: Path) -> None:
+def test_killed_rank_ends_the_run_and_one_process_resumes_it(launch: Callable[..., Any], tmp_path: Path) -> None:
     """Meanwhile a second launch of the same run is refused. In the end the numbers are those of one process."""
     from benchmarks.killed_ranks import lines_of
 
@@ -117,7 +117,7 @@ def test_a_killed_rank_ends_the_run_and_one_process_resumes_it(launch: Callable[
 
 
 @pytest.mark.smoke
-def test_an_interrupt_is_saved_once_and_ranks_go_on_from_there(launch: Callable[..., Any], tmp_path: Path) -> None:
+def test_interrupt_saves_once_and_ranks_resume(launch: Callable[..., Any], tmp_path: Path) -> None:
     from benchmarks.killed_ranks import lines_of
 
     folder, flags = tmp_path / "run", ["--steps", "40", "--checkpoint-every", "100", "--eval-every", "100"]
@@ -136,7 +136,7 @@ def test_an_interrupt_is_saved_once_and_ranks_go_on_from_there(launch: Callable[
 
 
 @pytest.mark.smoke
-def test_a_checkpoint_in_parts_is_exported_by_one_process_and_resumed_by_three(
+def test_sharded_checkpoint_is_exported_by_one_process_and_resumed_by_three(
     launch: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Two ranks are interrupted. In the end the numbers are those of one process."""
@@ -191,9 +191,7 @@ def written(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("shard-*.safetensors")}
 
 
-def test_rank_0_is_handed_what_writes_its_part_and_other_ranks_write_theirs_by_themselves(
-    one_rank: RankGroup, tmp_path: Path
-) -> None:
+def test_rank_0_returns_its_shard_write_and_other_ranks_start_theirs(one_rank: RankGroup, tmp_path: Path) -> None:
     class Second(Ranks):
         rank = 1
 
@@ -214,7 +212,7 @@ def test_rank_0_is_handed_what_writes_its_part_and_other_ranks_write_theirs_by_t
     assert written(tmp_path / "second")
 
 
-def test_a_part_that_cannot_be_written_is_an_error_of_the_disk(one_rank: RankGroup, tmp_path: Path) -> None:
+def test_shard_write_failure_is_an_os_error(one_rank: RankGroup, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     writer = ShardWriter(one_rank)
     parts = writer.stage({"params": {"a": torch.ones(1)}}, tmp_path / "file" / "below", "float32")
@@ -235,7 +233,7 @@ class Unwritable:
 
 
 @pytest.mark.long
-def test_shards_continue_from_state_in_bfloat16(one_rank: RankGroup) -> None:
+def test_shards_resume_from_bfloat16_state(one_rank: RankGroup) -> None:
     """Parameters and moments are the same numbers, in float32."""
     plain, sharded, batch = both(one_rank, torch.bfloat16)
     small = LanguageLearner(model_of(dtype=torch.bfloat16), Adam(lr=1e-2), True, GRPO.outputs, rounding=3)
@@ -249,7 +247,7 @@ def test_shards_continue_from_state_in_bfloat16(one_rank: RankGroup) -> None:
 
 
 @pytest.mark.long
-def test_another_rank_cuts_its_shards_from_state_in_bfloat16(one_rank: RankGroup) -> None:
+def test_other_ranks_shard_bfloat16_state(one_rank: RankGroup) -> None:
     """Rank 0 sends what it has read; each of the others keeps its part of every tensor, and only then restores it."""
     _, sharded, batch = both(one_rank, torch.bfloat16)
     small = LanguageLearner(model_of(dtype=torch.bfloat16), Adam(lr=1e-2), True, GRPO.outputs, rounding=3)
@@ -265,7 +263,7 @@ def test_another_rank_cuts_its_shards_from_state_in_bfloat16(one_rank: RankGroup
 
 
 @pytest.mark.long
-def test_a_reward_model_with_adapters_moves_between_shards_and_one_process(one_rank: RankGroup) -> None:
+def test_reward_model_with_adapters_moves_between_shards_and_one_process(one_rank: RankGroup) -> None:
     """In shards every trained parameter is in float32; in one process the head of a bfloat16 model has a copy."""
     from benchmarks.ranks import adapt
     from benchmarks.ranks import batch_of as pairs_of
@@ -308,7 +306,7 @@ def test_a_reward_model_with_adapters_moves_between_shards_and_one_process(one_r
 
 
 @pytest.mark.smoke
-def test_a_group_of_one_has_the_numbers_of_the_plain_learner_in_shards(one_rank: RankGroup) -> None:
+def test_sharded_learner_on_one_rank_matches_plain_learner(one_rank: RankGroup) -> None:
     one, two, batch = both(one_rank, torch.float64)
     assert two.placement.startswith("each trains a part")
     for learner in (one, two):
@@ -328,7 +326,7 @@ def one_update(learner: Any, mini: Batch, objective: Any) -> Any:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("mixed", [False, True])
-def test_shards_are_in_float32_while_layers_compute_in_bfloat16(one_rank: RankGroup, mixed: bool) -> None:
+def test_shards_are_float32_while_layers_compute_in_bfloat16(one_rank: RankGroup, mixed: bool) -> None:
     """The step is that of the plain learner, which steps bfloat16 parameters through float32 copies."""
 
     def prepare(lm: Any) -> Any:
@@ -354,9 +352,7 @@ def test_shards_are_in_float32_while_layers_compute_in_bfloat16(one_rank: RankGr
 
 @pytest.mark.long
 @pytest.mark.parametrize("mixed", [False, True])
-def test_the_reference_in_shards_has_the_policys_log_probs_before_the_first_step(
-    one_rank: RankGroup, mixed: bool
-) -> None:
+def test_sharded_reference_matches_policy_before_the_first_step(one_rank: RankGroup, mixed: bool) -> None:
     """They are the same parameters, so a KL penalty is 0 to the bit."""
 
     def prepare(lm: Any) -> Any:
@@ -370,7 +366,7 @@ def test_the_reference_in_shards_has_the_policys_log_probs_before_the_first_step
 
 
 @pytest.mark.smoke
-def test_adapters_of_a_model_in_bfloat16_are_whole_and_the_model_below_them_is_in_shards(one_rank: RankGroup) -> None:
+def test_adapters_are_replicated_over_a_sharded_bfloat16_model(one_rank: RankGroup) -> None:
     from benchmarks.ranks import adapt
 
     def prepared(lm: Any) -> Any:
@@ -392,9 +388,7 @@ def test_adapters_of_a_model_in_bfloat16_are_whole_and_the_model_below_them_is_i
         torch.testing.assert_close(found[name], wanted[name], atol=1e-6, rtol=1e-6)
 
 
-def test_no_model_is_there_twice_as_a_whole_while_it_is_cut(
-    one_rank: RankGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sharding_never_holds_two_whole_copies(one_rank: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer by layer: what is made of a layer in float32 is cut before the next one is made."""
     real, whole = fsdp.MetaDeviceCopy.fill, []
 
@@ -412,7 +406,7 @@ def test_no_model_is_there_twice_as_a_whole_while_it_is_cut(
 
 
 @pytest.mark.smoke
-def test_layers_in_shards_compute_with_the_kernels_of_a_whole_model(one_rank: RankGroup) -> None:
+def test_sharded_layers_use_fused_kernels(one_rank: RankGroup) -> None:
     """Parameters are in float32 there, and layers compute in bfloat16: what that type is fused by counts."""
     lm, seen = model_of(dtype=torch.bfloat16), []
 
@@ -433,7 +427,7 @@ def test_layers_in_shards_compute_with_the_kernels_of_a_whole_model(one_rank: Ra
     assert set(seen) == {torch.bfloat16} and torch.equal(found, wanted)
 
 
-def test_an_evaluation_of_its_own_is_computed_by_rank_0_alone(one_rank: RankGroup) -> None:
+def test_rank_0_computes_separate_evaluations_alone(one_rank: RankGroup) -> None:
     """It may keep what it is shown, which cannot be sent; in shards the others only go along."""
     one, two, batch = both(one_rank, torch.float64)
     shown: dict[str, list[torch.Tensor]] = {"one": [], "two": []}
@@ -450,7 +444,7 @@ def test_an_evaluation_of_its_own_is_computed_by_rank_0_alone(one_rank: RankGrou
     assert two.ranks is one_rank and torch.equal(torch.cat(shown["one"]), torch.cat(shown["two"]))
 
 
-def test_under_torchrun_one_process_may_be_told_to_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_under_torchrun_can_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"model": "any", "ranks.shard": "shard"}
     config = configure("reasoning-gym:chain_sum", settings)
     assert training_world_size("shard") == 0, "nobody launched this process"
@@ -483,7 +477,7 @@ def until(found: Callable[[], Any]) -> Any:
     return value
 
 
-def test_a_rank_that_falls_silent_is_named_with_its_phase_and_step(pair: tuple[Heartbeat, Heartbeat]) -> None:
+def test_silent_rank_is_reported_with_phase_and_step(pair: tuple[Heartbeat, Heartbeat]) -> None:
     first, second = pair
     first.is_ending = True  # it is asked below, and not interrupted
     second.phase, second.step = "update", 7
@@ -496,7 +490,7 @@ def test_a_rank_that_falls_silent_is_named_with_its_phase_and_step(pair: tuple[H
     assert said.startswith("rank 1 of 2, in the phase update of step 7: no heartbeat for 1 seconds")
 
 
-def test_the_first_failure_is_what_every_rank_says(pair: tuple[Heartbeat, Heartbeat]) -> None:
+def test_every_rank_reports_the_first_failure(pair: tuple[Heartbeat, Heartbeat]) -> None:
     first, second = pair
     first.is_ending = second.is_ending = True
     second.phase, second.step = "generate", 3
@@ -508,7 +502,7 @@ def test_the_first_failure_is_what_every_rank_says(pair: tuple[Heartbeat, Heartb
 # ---- shares
 
 
-def test_shares_hold_every_prompt_once_and_are_balanced_by_tokens() -> None:
+def test_shares_partition_prompts_and_balance_tokens() -> None:
     batch = batch_of(model_of())
     cost = (batch.prompt >= 0).sum(-1) + batch.present.sum((1, 2))
     for size in (1, 2, 3, 5):
@@ -518,13 +512,13 @@ def test_shares_hold_every_prompt_once_and_are_balanced_by_tokens() -> None:
         assert max(loads) - min(loads) <= int(cost.max())
 
 
-def test_a_share_divides_by_the_tokens_of_the_whole() -> None:
+def test_share_is_normalized_by_tokens_of_the_whole_batch() -> None:
     batch = batch_of(model_of())
     part = batch.sub_batch(assign_prompts(batch, 2)[1])
     assert part.tokens == batch.tokens > int(part.loss_mask.sum())
 
 
-def test_one_process_has_nothing_to_do() -> None:
+def test_single_process_ranks_are_no_ops() -> None:
     batch, numbers = batch_of(model_of()), [torch.ones(3)]
     SINGLE_PROCESS.all_reduce(numbers)
     assert SINGLE_PROCESS.shard(batch) is batch and torch.equal(numbers[0], torch.ones(3))
@@ -549,7 +543,7 @@ class FirstOfTwo(Ranks):
         return [] if self.rank else [value, *self.others]
 
 
-def test_parts_are_put_together_in_the_order_of_the_batch() -> None:
+def test_shards_are_gathered_in_batch_order() -> None:
     batch = batch_of(model_of())
     mine, others = assign_prompts(batch, 2)
     assert torch.cat([mine, others]).tolist() != [0, 1, 2]
@@ -560,7 +554,7 @@ def test_parts_are_put_together_in_the_order_of_the_batch() -> None:
     assert SINGLE_PROCESS.gather_shards(numbers, batch) is numbers
 
 
-def test_terms_are_summed_by_their_names() -> None:
+def test_terms_are_reduced_by_name() -> None:
     def number(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.tensor(value, dtype=dtype, requires_grad=True)
 
@@ -573,7 +567,7 @@ def test_terms_are_summed_by_their_names() -> None:
     assert SINGLE_PROCESS.all_reduce_terms(terms) is terms
 
 
-def test_gradients_are_summed_where_any_share_has_one() -> None:
+def test_gradients_are_reduced_where_any_rank_has_one() -> None:
     mine, theirs, nobodys = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
     mine.grad = torch.tensor([1.0, 2.0])
     reached = torch.tensor([0.0, 1.0, 0.0])
@@ -587,7 +581,7 @@ def test_gradients_are_summed_where_any_share_has_one() -> None:
 # ---- settings
 
 
-def test_a_reward_model_is_loaded_by_rank_0_alone(tmp_path: Path) -> None:
+def test_only_rank_0_loads_a_reward_model(tmp_path: Path) -> None:
     class Second(Ranks):
         rank, world_size = 1, 2
 
@@ -599,7 +593,7 @@ def test_a_reward_model_is_loaded_by_rank_0_alone(tmp_path: Path) -> None:
         assemble(config)
 
 
-def test_settings_of_ranks_are_one_group_that_config_json_keeps() -> None:
+def test_rank_settings_are_one_group_in_config_json() -> None:
     config = configure("lecture", {"ranks.shard": "replicate", "ranks.deadline": 30})
     assert config.to_dict()["ranks"] == {"shard": "replicate", "deadline": 30.0, "gather": 32.0}
     assert config_from(config.to_dict()) == config
@@ -616,7 +610,7 @@ def test_settings_of_ranks_are_one_group_that_config_json_keeps() -> None:
         ("lecture", {"ahead": 1, "loss": "clipped"}, "would depend on the number of ranks"),
     ],
 )
-def test_what_ranks_cannot_do_is_refused_with_a_reason(task: str, settings: dict[str, Any], why: str) -> None:
+def test_unsupported_rank_settings_are_rejected_with_a_reason(task: str, settings: dict[str, Any], why: str) -> None:
     config = configure(task, settings)
     backend = backend_of(config)
 
@@ -628,12 +622,12 @@ def test_what_ranks_cannot_do_is_refused_with_a_reason(task: str, settings: dict
         check()
 
 
-def test_a_deadline_has_to_be_above_zero() -> None:
+def test_deadline_must_be_positive() -> None:
     with pytest.raises(ConfigError, match=r"--ranks\.deadline is 0"):
         configure("lecture", {"ranks.deadline": 0})
 
 
-def test_ranks_that_were_started_with_other_settings_are_refused_by_name() -> None:
+def test_ranks_with_different_settings_are_rejected_by_name() -> None:
     one = configure("lecture", {}).to_dict()
     other = configure("lecture", {"samples": 12}).to_dict()
     with pytest.raises(ConfigError, match=r"rank 1 was started with samples = 12, and rank 0 with 10"):

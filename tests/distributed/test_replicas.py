@@ -1,4 +1,4 @@
-"""Replicas that draw for a learner, without Ray: who dies, hangs or comes back changes no token.
+"""Replicas that generate for a learner, without Ray. Failures, hangs and restarts change no token.
 
 `make cluster-test` does the same with Ray and real processes (tests/cluster_ray.py).
 """
@@ -34,35 +34,35 @@ from ascent.runs.replica_log import replica_events, replicas_of
 from ascent.workflows.ray_cluster import build_replica_engines
 from tests.inference.remote.test_remote_engine import fake_environment
 
-FIVE = Prompts.of(prompts_of((5, 2, 7, 3, 4)))
-CLOSING: list[ReplicaEngine] = []
+FIVE_PROMPTS = Prompts.of(prompts_of((5, 2, 7, 3, 4)))
+OPEN_ENGINES: list[ReplicaEngine] = []
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short_delays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(replica_dispatch, "RETRY_DELAY", 0.001)
     monkeypatch.setattr(replica_dispatch, "REPLICA_STARTUP_TIMEOUT", 0.0)
     yield
-    while CLOSING:
-        CLOSING.pop().close()
+    while OPEN_ENGINES:
+        OPEN_ENGINES.pop().close()
 
 
-class Calls:
-    """Replicas of this process. `fates`: of each call by its number, what becomes of its replica."""
+class InProcessReplicas:
+    """Replicas in this process. `failures`: by number of the call, how its replica fails."""
 
-    def __init__(self, count: int, fates: dict[int, str] | None = None):
-        self.there = [f"sampler-{i}" for i in range(count)]
-        self.fates, self.calls, self.was_restarted = fates or {}, 0, list[str]()
+    def __init__(self, count: int, failures: dict[int, str] | None = None):
+        self.replica_names = [f"sampler-{i}" for i in range(count)]
+        self.failures, self.calls, self.was_restarted = failures or {}, 0, list[str]()
         self.replicas: dict[str, Replica] = {}
-        self.drawn: dict[str, list[int]] = {}
+        self.generated_versions: dict[str, list[int]] = {}
         self.hanging: dict[str, Future[Any]] = {}
 
     def names(self) -> list[str]:
-        return list(self.there)
+        return list(self.replica_names)
 
-    def new(self) -> Replica:
-        sampler = sampler_of(model_of("Llama", seed=9), limit=6)
-        return Replica(lambda _: (sampler, sampler))
+    def create(self) -> Replica:
+        engine = sampler_of(model_of("Llama", seed=9), limit=6)
+        return Replica(lambda _: (engine, engine))
 
     def put(self, params: dict[str, Tensor]) -> Any:
         return {name: one.clone() for name, one in params.items()}
@@ -73,29 +73,29 @@ class Calls:
     def call(self, name: str, method: str, *args: Any) -> Future[Any]:
         self.calls += 1
         call: Future[Any] = Future()
-        fate = self.fates.get(self.calls, "")
-        if fate == "hangs":
+        failure = self.failures.get(self.calls, "")
+        if failure == "hangs":
             self.hanging[name] = call
             return call
         try:
-            call.set_result(self.do(name, method, fate, *args))
+            call.set_result(self.do(name, method, failure, *args))
         except Exception as error:
             call.set_exception(error)
         return call
 
-    def do(self, name: str, method: str, fate: str, *args: Any) -> Any:
-        if fate:
+    def do(self, name: str, method: str, failure: str, *args: Any) -> Any:
+        if failure:
             self.replicas.pop(name, None)
-        if fate == "dies":
+        if failure == "dies":
             raise ReplicaLostError("killed")
-        if fate == "is over":
+        if failure == "is over":
             raise ReplicaLostError("killed for good", is_permanent=True)
-        if fate == "answers with other weights":
+        if failure == "answers with other weights":
             args = ({k: v + 0.5 for k, v in args[0].items()}, *args[1:])
-        found = getattr(self.replicas.setdefault(name, self.new()), method)(*args)
+        result = getattr(self.replicas.setdefault(name, self.create()), method)(*args)
         if method == "generate":
-            self.drawn.setdefault(name, []).append(args[0])
-        return found
+            self.generated_versions.setdefault(name, []).append(args[0])
+        return result
 
     def result(self, call: Future[Any]) -> Any:
         return call.result()
@@ -105,104 +105,113 @@ class Calls:
         self.hanging.pop(name).set_exception(ReplicaLostError("killed"))
 
 
-def begun(crew: Any, deadline: float = 600.0, folder: Path | None = None) -> ReplicaEngine:
-    own = sampler_of(model_of("Llama"), limit=6)
-    sampler = ReplicaEngine(own, own, crew, {}, deadline)
-    CLOSING.append(sampler)
-    sampler.folder = folder
-    before = sampler.generate(FIVE[torch.arange(1)], 1, seed=3)  # before the first load rank 0 draws by itself
-    assert crew.calls == 0 and before.response.shape[:2] == (1, 1)
-    sampler.load(own.lm.trained(), 1)
-    return sampler
+def start_engine(replica_set: Any, deadline: float = 600.0, folder: Path | None = None) -> ReplicaEngine:
+    local_engine = sampler_of(model_of("Llama"), limit=6)
+    engine = ReplicaEngine(local_engine, local_engine, replica_set, {}, deadline)
+    OPEN_ENGINES.append(engine)
+    engine.folder = folder
+    before = engine.generate(FIVE_PROMPTS[torch.arange(1)], 1, seed=3)  # before the first load, rank 0 generates
+    assert replica_set.calls == 0 and before.response.shape[:2] == (1, 1)
+    engine.load(local_engine.lm.trained(), 1)
+    return engine
 
 
-def drawn(crew: Any, deadline: float = 600.0, greedy: bool = False) -> tuple[Rollouts, ReplicaEngine]:
-    sampler = begun(crew, deadline)
-    return sampler.generate(FIVE, 3, greedy, seed=7), sampler
+def generate_on_replicas(
+    replica_set: Any, deadline: float = 600.0, greedy: bool = False
+) -> tuple[Rollouts, ReplicaEngine]:
+    engine = start_engine(replica_set, deadline)
+    return engine.generate(FIVE_PROMPTS, 3, greedy, seed=7), engine
 
 
-def alone(greedy: bool = False) -> Rollouts:
-    own = sampler_of(model_of("Llama"), limit=6)
-    return own.generate(FIVE, 3, greedy, seed=7)
+def local_rollouts(greedy: bool = False) -> Rollouts:
+    local_engine = sampler_of(model_of("Llama"), limit=6)
+    return local_engine.generate(FIVE_PROMPTS, 3, greedy, seed=7)
 
 
-def equal(one: Rollouts, two: Rollouts) -> bool:
-    return torch.equal(one.response, two.response) and torch.allclose(one.logp_sampler, two.logp_sampler, atol=1e-12)
+def same_rollouts(one: Rollouts, two: Rollouts) -> bool:
+    return torch.same_rollouts(one.response, two.response) and torch.allclose(
+        one.logp_sampler, two.logp_sampler, atol=1e-12
+    )
 
 
 @pytest.mark.long
-def test_replicas_draw_what_one_sampler_draws() -> None:
+def test_replicas_match_the_local_engine() -> None:
     for count, greedy in ((1, False), (3, True)):
-        found, _ = drawn(Calls(count), greedy=greedy)
-        assert equal(found, alone(greedy)), count
+        rollouts, _ = generate_on_replicas(InProcessReplicas(count), greedy=greedy)
+        assert same_rollouts(rollouts, local_rollouts(greedy)), count
 
 
 @pytest.mark.long
-def test_whoever_dies_at_whatever_call_no_token_changes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_replica_failure_at_any_call_changes_no_token(capsys: pytest.CaptureFixture[str]) -> None:
     for call in range(1, 5):  # two loads, two draws
-        crew = Calls(2, {call: "dies"})
-        found, sampler = drawn(crew)
-        assert equal(found, alone()) and len(sampler.dispatcher.states) == 2, call
+        replica_set = InProcessReplicas(2, {call: "dies"})
+        rollouts, engine = generate_on_replicas(replica_set)
+        assert same_rollouts(rollouts, local_rollouts()) and len(engine.dispatcher.states) == 2, call
         assert "was lost; other replicas generate its responses" in capsys.readouterr().err
-    found, _ = drawn(Calls(2, {3: "dies", 4: "dies", 5: "dies"}))
-    assert equal(found, alone())
+    rollouts, _ = generate_on_replicas(InProcessReplicas(2, {3: "dies", 4: "dies", 5: "dies"}))
+    assert same_rollouts(rollouts, local_rollouts())
 
 
-def test_a_replica_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_replica_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_dispatch, "TIMEOUT_CHECK_INTERVAL", 0.0)
-    crew = Calls(2, {3: "hangs"})
-    found, _ = drawn(crew, deadline=0.01)
-    assert equal(found, alone()) and crew.was_restarted
+    replica_set = InProcessReplicas(2, {3: "hangs"})
+    rollouts, _ = generate_on_replicas(replica_set, deadline=0.01)
+    assert same_rollouts(rollouts, local_rollouts()) and replica_set.was_restarted
     monkeypatch.setattr(replica_dispatch, "REPLICA_STARTUP_TIMEOUT", 600.0)
-    crew = Calls(2, {1: "hangs"})
-    assert equal(drawn(crew, deadline=0.0)[0], alone()) and not crew.was_restarted, "a start takes its time"
+    replica_set = InProcessReplicas(2, {1: "hangs"})
+    assert (
+        same_rollouts(generate_on_replicas(replica_set, deadline=0.0)[0], local_rollouts())
+        and not replica_set.was_restarted
+    ), "a replica may start slowly"
 
 
-class Stuck(Calls):
-    """Replicas whose calls do not even end when they are started again."""
+class UnrestartableReplicas(InProcessReplicas):
+    """Replicas whose calls do not end even when the replica is restarted."""
 
     def restart(self, name: str) -> None:
         self.was_restarted.append(name)
 
 
-def test_a_replica_whose_call_does_not_end_by_a_restart_is_left_out(
+def test_replica_whose_call_survives_a_restart_is_dropped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(replica_dispatch, "TIMEOUT_CHECK_INTERVAL", 0.0)
-    crew = Stuck(2, {3: "hangs"})
-    found, sampler = drawn(crew, deadline=0.05)
-    assert equal(found, alone())
-    (stuck,) = crew.was_restarted
-    assert list(sampler.dispatcher.states) == [name for name in crew.there if name != stuck]
+    replica_set = UnrestartableReplicas(2, {3: "hangs"})
+    rollouts, engine = generate_on_replicas(replica_set, deadline=0.05)
+    assert same_rollouts(rollouts, local_rollouts())
+    (stuck,) = replica_set.was_restarted
+    assert list(engine.dispatcher.states) == [name for name in replica_set.replica_names if name != stuck]
     assert "it did not end within 0.05 seconds" in capsys.readouterr().err
 
 
 @pytest.mark.long
-def test_a_replica_that_does_not_come_back_is_left_out_and_the_last_one_ends_the_run() -> None:
-    for fates in ({2: "is over"}, {4: "is over"}):
-        found, sampler = drawn(Calls(2, fates))
-        assert equal(found, alone()) and len(sampler.dispatcher.states) == 1
-        assert equal(sampler.generate(FIVE, 3, seed=7), alone()), "it is not asked again"
+def test_permanently_lost_replica_is_dropped_and_losing_the_last_ends_the_run() -> None:
+    for failures in ({2: "is over"}, {4: "is over"}):
+        rollouts, engine = generate_on_replicas(InProcessReplicas(2, failures))
+        assert same_rollouts(rollouts, local_rollouts()) and len(engine.dispatcher.states) == 1
+        assert same_rollouts(engine.generate(FIVE_PROMPTS, 3, seed=7), local_rollouts()), "it gets no more requests"
     with pytest.raises(RunError, match="no sampler of the cluster is left"):
-        drawn(Calls(1, {1: "is over"}))
+        generate_on_replicas(InProcessReplicas(1, {1: "is over"}))
     with pytest.raises(RunError, match="no sampler of the cluster is left"):
-        drawn(Calls(1, dict.fromkeys(range(1, 10_000), "dies")), deadline=0.05)
-    many = Calls(1, dict.fromkeys(range(1, 9), "dies"))
-    assert equal(drawn(many)[0], alone()) and many.calls > 9, "a long start is waited for"
+        generate_on_replicas(InProcessReplicas(1, dict.fromkeys(range(1, 10_000), "dies")), deadline=0.05)
+    many = InProcessReplicas(1, dict.fromkeys(range(1, 9), "dies"))
+    assert same_rollouts(generate_on_replicas(many)[0], local_rollouts()) and many.calls > 9, (
+        "rank 0 waits for a slow start"
+    )
 
 
-def test_a_replica_with_other_weights_is_found_by_its_probe() -> None:
+def test_probe_detects_a_replica_with_other_weights() -> None:
     with pytest.raises(RunError, match=r"log-probs .* from the learner's"):
-        drawn(Calls(2, {1: "answers with other weights"}))
+        generate_on_replicas(InProcessReplicas(2, {1: "answers with other weights"}))
 
 
-def test_a_replica_that_has_no_weights_draws_nothing() -> None:
+def test_replica_without_weights_refuses_requests() -> None:
     with pytest.raises(ReplicaLostError, match="version -1"):
-        Replica(build_replica_engines).generate(1, FIVE[torch.arange(1)], 1, None, None)
+        Replica(build_replica_engines).generate(1, FIVE_PROMPTS[torch.arange(1)], 1, None, None)
     assert Replica(build_replica_engines).status()["version"] == -1
 
 
-def test_what_a_cluster_cannot_do_is_refused_before_anything_starts(
+def test_unsupported_cluster_settings_are_rejected_at_startup(
     tiny_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -233,7 +242,7 @@ def test_what_a_cluster_cannot_do_is_refused_before_anything_starts(
         assert words in capsys.readouterr().err, args
 
 
-def test_without_ray_the_extra_is_named(
+def test_missing_ray_error_names_the_extra(
     tiny_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import sys
@@ -248,74 +257,78 @@ def test_without_ray_the_extra_is_named(
 # ---- ahead of a step
 
 
-def two_steps(crew: Any, hold: bool = False) -> tuple[list[Rollouts], ReplicaEngine]:
-    """The responses of two steps with --ahead 1: weights change after the first, and both are asked for before."""
-    sampler = begun(crew)
-    sampler.submit([RolloutRequest(0, FIVE, 2, seed=5), RolloutRequest(1, FIVE, 2, seed=6)])
+def generate_two_steps(replica_set: Any, hold: bool = False) -> tuple[list[Rollouts], ReplicaEngine]:
+    """Generate two steps with --ahead 1: both are requested first, and weights change after the first step."""
+    engine = start_engine(replica_set)
+    engine.submit([RolloutRequest(0, FIVE_PROMPTS, 2, seed=5), RolloutRequest(1, FIVE_PROMPTS, 2, seed=6)])
     if hold:
-        assert all(one.rollouts is not None for one in sampler.snapshot_pending())
-    found = []
+        assert all(one.rollouts is not None for one in engine.snapshot_pending())
+    rollouts = []
     for step in (0, 1):
-        parts = sorted(sampler.iter_finished(step, 60), key=lambda one: int(one.prompt_indices[0]))
+        parts = sorted(engine.iter_finished(step, 60), key=lambda one: int(one.prompt_indices[0]))
         indices = torch.cat([one.prompt_indices for one in parts])
         assert sorted(indices.tolist()) == [0, 1, 2, 3, 4], "each group once"
-        found.append(join([one.rollouts for one in parts]).select(indices.argsort()))
-        sampler.load({name: p + 0.1 for name, p in sampler.local_engine.lm.trained().items()}, step + 2)
-        for name in list(crew.hanging):
-            crew.restart(name)
-    assert sampler.pending == ()
-    return found, sampler
+        rollouts.append(join([one.rollouts for one in parts]).select(indices.argsort()))
+        engine.load({name: p + 0.1 for name, p in engine.local_engine.lm.trained().items()}, step + 2)
+        for name in list(replica_set.hanging):
+            replica_set.restart(name)
+    assert engine.pending == ()
+    return rollouts, engine
 
 
 @pytest.mark.long
-def test_ahead_a_step_has_the_tokens_of_the_policy_that_was_asked_whoever_dies_and_whenever() -> None:
-    own = sampler_of(model_of("Llama"), limit=6)
-    expected = [own.generate(FIVE, 2, seed=seed) for seed in (5, 6)]
-    for fates in ({}, {4: "dies"}, {5: "dies", 6: "dies"}, {6: "is over"}, {6: "hangs"}):
-        found, _ = two_steps(crew := Calls(2, dict(fates)))
-        assert all(map(equal, found, expected)), fates
-        assert {int(v) for one in found for v in one.version.flatten()} == {1}, "though version 2 was there for some"
-    assert crew.was_restarted
-    found, _ = two_steps(Calls(1), hold=True)
-    assert all(map(equal, found, expected)), "a checkpoint in between waits for what is drawn, and changes nothing"
+def test_requests_ahead_keep_their_policy_version_despite_failures() -> None:
+    local_engine = sampler_of(model_of("Llama"), limit=6)
+    expected = [local_engine.generate(FIVE_PROMPTS, 2, seed=seed) for seed in (5, 6)]
+    for failures in ({}, {4: "dies"}, {5: "dies", 6: "dies"}, {6: "is over"}, {6: "hangs"}):
+        rollouts, _ = generate_two_steps(replica_set := InProcessReplicas(2, dict(failures)))
+        assert all(map(same_rollouts, rollouts, expected)), failures
+        assert {int(v) for one in rollouts for v in one.version.flatten()} == {1}, (
+            "although some replicas had version 2"
+        )
+    assert replica_set.was_restarted
+    rollouts, _ = generate_two_steps(InProcessReplicas(1), hold=True)
+    assert all(map(same_rollouts, rollouts, expected)), "a checkpoint waits for running requests and changes nothing"
 
 
-# ---- samplers that come and go
+# ---- replicas that join and leave
 
 
 @pytest.mark.long
-def test_a_sampler_that_joins_gets_weights_first_and_one_that_leaves_draws_nothing_more() -> None:
-    crew = Calls(1)
-    one, sampler = drawn(crew)
-    crew.there.append("sampler-1")
-    sampler.load(sampler.local_engine.lm.trained(), 2)
-    until_drawn = sampler.generate(FIVE, 3, seed=7)  # greeted by now
-    two = sampler.generate(FIVE, 3, seed=7)
-    assert set(crew.drawn["sampler-1"]) == {2} and sampler.dispatcher.num_chunks == 2
-    assert torch.equal(one.response, two.response) and torch.equal(until_drawn.response, two.response)
-    crew.replicas["sampler-0"].drain()
-    count = len(crew.drawn["sampler-0"])
-    assert equal(sampler.generate(FIVE, 3, seed=7), two), "the cut stays, so the bits do"
-    assert list(sampler.dispatcher.states) == ["sampler-1"] and len(crew.drawn["sampler-0"]) == count
-    sampler.load(sampler.local_engine.lm.trained(), 3)
-    assert equal(sampler.generate(FIVE, 3, seed=7), two) and "sampler-0" not in sampler.dispatcher.states
+def test_joining_replica_gets_weights_first_and_draining_replica_gets_no_requests() -> None:
+    replica_set = InProcessReplicas(1)
+    one, engine = generate_on_replicas(replica_set)
+    replica_set.replica_names.append("sampler-1")
+    engine.load(engine.local_engine.lm.trained(), 2)
+    during_join = engine.generate(FIVE_PROMPTS, 3, seed=7)  # sampler-1 has joined by the end
+    two = engine.generate(FIVE_PROMPTS, 3, seed=7)
+    assert set(replica_set.generated_versions["sampler-1"]) == {2} and engine.dispatcher.num_chunks == 2
+    assert torch.same_rollouts(one.response, two.response) and torch.same_rollouts(during_join.response, two.response)
+    replica_set.replicas["sampler-0"].drain()
+    count = len(replica_set.generated_versions["sampler-0"])
+    assert same_rollouts(engine.generate(FIVE_PROMPTS, 3, seed=7), two), "chunks stay the same, and so do the bits"
+    assert list(engine.dispatcher.states) == ["sampler-1"] and len(replica_set.generated_versions["sampler-0"]) == count
+    engine.load(engine.local_engine.lm.trained(), 3)
+    assert same_rollouts(engine.generate(FIVE_PROMPTS, 3, seed=7), two) and "sampler-0" not in engine.dispatcher.states
 
 
 # ---- records
 
 
 @pytest.mark.long
-def test_records_say_who_drew_what_and_who_was_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sampler = begun(Calls(2, {3: "dies"}), folder=tmp_path / "engine")
+def test_replica_log_records_tokens_and_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = start_engine(InProcessReplicas(2, {3: "dies"}), folder=tmp_path / "engine")
     for version in (2, 3):
-        sampler.submit([RolloutRequest(version - 2, FIVE, 3, seed=7)])
-        list(sampler.iter_finished(version - 2, 60))
-        sampler.load(sampler.local_engine.lm.trained(), version)
-    sampler.close()
+        engine.submit([RolloutRequest(version - 2, FIVE_PROMPTS, 3, seed=7)])
+        list(engine.iter_finished(version - 2, 60))
+        engine.load(engine.local_engine.lm.trained(), version)
+    engine.close()
     learners, *rows = replicas_of(tmp_path)
     assert learners["version"] == 3 and 0 <= learners["idle"] <= 1
     assert [row["name"] for row in rows] == ["sampler-0", "sampler-1"] and sum(row["lost"] for row in rows) == 1
-    assert sum(row["tokens"] for row in rows) == 2 * int(alone().mask.sum()) and all(row["rate"] > 0 for row in rows)
+    assert sum(row["tokens"] for row in rows) == 2 * int(local_rollouts().mask.sum()) and all(
+        row["rate"] > 0 for row in rows
+    )
     (event,) = replica_events(tmp_path)
     assert (event["event"], event["why"]) == ("lost", "killed")
     assert "sampler-" in capsys.readouterr().err
@@ -328,10 +341,10 @@ def test_records_say_who_drew_what_and_who_was_lost(tmp_path: Path, capsys: pyte
     assert replicas_of(tmp_path / "nowhere") == [] == replica_events(tmp_path / "nowhere")
 
 
-def test_the_command_prints_what_the_samplers_of_a_run_did(
+def test_cluster_status_prints_replica_statistics(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1,500 tokens in 2 s of drawing; 2 of 4 s drawing and 1 s loading leave a quarter idle."""
+    """1,500 tokens in 2 s of generating; 2 of 4 s generating and 1 s loading leave a quarter idle."""
     monkeypatch.chdir(tmp_path)
     ascent.train("sort", steps=1, prompts=2, eval_prompts=2, out="run", show=False)
     assert main(["cluster", "status", "run"]) == 0
@@ -350,7 +363,7 @@ def test_the_command_prints_what_the_samplers_of_a_run_did(
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_learners_output_is_passed_on_to_the_same_stream(stream: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_learner_output_is_forwarded_to_the_same_stream(stream: str, capsys: pytest.CaptureFixture[str]) -> None:
     forward_output(stream, b"step 1 \xff\n")
     out, err = capsys.readouterr()
     assert (out, err) == (("step 1 \ufffd\n", "") if stream == "stdout" else ("", "step 1 \ufffd\n"))
@@ -359,102 +372,108 @@ def test_a_learners_output_is_passed_on_to_the_same_stream(stream: str, capsys: 
 # ---- whole runs
 
 
-class Local(Calls):
-    """Replicas of this process, made as a sampler's actor makes them."""
+class ActorReplicas(InProcessReplicas):
+    """Replicas in this process, created as a Ray actor creates them."""
 
-    def __init__(self, count: int, fates: dict[int, str] | None = None):
-        super().__init__(count, fates)
-        self.made: list[Replica] = []
+    def __init__(self, count: int, failures: dict[int, str] | None = None):
+        super().__init__(count, failures)
+        self.created: list[Replica] = []
 
-    def new(self) -> Replica:
-        self.made.append(Replica(build_replica_engines))
-        return self.made[-1]
+    def create(self) -> Replica:
+        self.created.append(Replica(build_replica_engines))
+        return self.created[-1]
 
     def close(self) -> None:
-        """End the servers of all replicas: one that is lost here leaves its own running."""
-        for replica in self.made:
+        """Stop the servers of all replicas; a replica that is lost here leaves its server running."""
+        for replica in self.created:
             if replica.engine is not None:
                 replica.engine.close()
 
 
-def trained(folder: Path, crew: Calls | None, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
-    monkeypatch.setattr(joining, "cluster_replicas", lambda *_: crew)
-    usual = {"prompts": 2, "samples": 3, "max_tokens": 5, "eval_prompts": 2, "lr": 1e-2, "steps": 3} | settings
+def train_run(
+    folder: Path, replica_set: InProcessReplicas | None, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> Any:
+    monkeypatch.setattr(joining, "cluster_replicas", lambda *_: replica_set)
+    defaults = {"prompts": 2, "samples": 3, "max_tokens": 5, "eval_prompts": 2, "lr": 1e-2, "steps": 3} | settings
     run = ascent.train(
         [{"prompt": f"Say {i}."} for i in range(8)],
-        reward=ascent.Reward(noise, in_process=True),
+        reward=ascent.Reward(hash_reward, in_process=True),
         out=folder,
         show=False,
         preflight=False,
-        **usual,
+        **defaults,
     )
     lines = [{k: v for k, v in line.items() if "time" not in k} for line in [*run.metrics, *run.updates]]
     return run, lines
 
 
-def noise(response: str) -> float:
+def hash_reward(response: str) -> float:
     return zlib.crc32(response.encode()) % 97 / 97
 
 
 @pytest.mark.smoke
-def test_a_run_with_one_replica_has_the_numbers_of_one_process_and_goes_on_after_an_interrupt(
+def test_run_with_one_replica_matches_one_process_and_resumes(
     tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, expected = trained(tmp_path / "alone", None, monkeypatch, model=str(tiny_folder))
-    run, found = trained(tmp_path / "one", crew := Local(1, {3: "dies"}), monkeypatch, model=str(tiny_folder))
-    assert found == expected and set(crew.drawn["sampler-0"]) == {0, 1, 2, 3}
+    _, expected = train_run(tmp_path / "alone", None, monkeypatch, model=str(tiny_folder))
+    run, rollouts = train_run(
+        tmp_path / "one", replica_set := ActorReplicas(1, {3: "dies"}), monkeypatch, model=str(tiny_folder)
+    )
+    assert rollouts == expected and set(replica_set.generated_versions["sampler-0"]) == {0, 1, 2, 3}
     assert replicas_of(run.folder)[1]["lost"] == 1
 
     ahead = {"model": str(tiny_folder), "ahead": 1, "checkpoint_every": 2, "keep": 9}
-    run, whole = trained(tmp_path / "ahead", Local(2), monkeypatch, **ahead)
-    monkeypatch.setattr(joining, "cluster_replicas", lambda *_: Local(2, {2: "dies"}))
+    run, whole = train_run(tmp_path / "ahead", ActorReplicas(2), monkeypatch, **ahead)
+    monkeypatch.setattr(joining, "cluster_replicas", lambda *_: ActorReplicas(2, {2: "dies"}))
     again = ascent.resume(run.folder, Display(), 2)
     lines = [{k: v for k, v in line.items() if "time" not in k} for line in [*again.metrics, *again.updates]]
-    assert lines == whole, "what was drawn ahead is in the checkpoint"
+    assert lines == whole, "rollouts ahead are in the checkpoint"
 
 
 # ---- replicas with a serving engine
 
 
 @pytest.mark.smoke
-def test_replicas_with_an_engine_draw_with_a_server_of_their_own_and_a_killed_one_changes_no_token(
+def test_replicas_with_an_engine_start_servers_and_a_killed_one_changes_no_token(
     tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, warm_python: Any
 ) -> None:
-    monkeypatch.setenv(CLUSTER_VARIABLE, "nowhere run")  # rank 0 draws nothing with an engine
+    monkeypatch.setenv(CLUSTER_VARIABLE, "nowhere run")  # with an engine, rank 0 generates nothing
     venv = fake_environment(tmp_path, warm_python.executable)
     settings = {"model": str(tiny_folder), "engine": "vllm", "engine.python": str(venv), "temperature": 0.8}
-    run, whole = trained(tmp_path / "whole", one := Local(1), monkeypatch, **settings)
-    assert set(one.drawn["sampler-0"]) == {0, 1, 2, 3}
+    run, whole = train_run(tmp_path / "whole", one := ActorReplicas(1), monkeypatch, **settings)
+    assert set(one.generated_versions["sampler-0"]) == {0, 1, 2, 3}
     assert run.config.old_logp == "learner"
-    _, killed = trained(tmp_path / "killed", two := Local(1, {3: "dies", 6: "dies"}), monkeypatch, **settings)
+    _, killed = train_run(tmp_path / "killed", two := ActorReplicas(1, {3: "dies", 6: "dies"}), monkeypatch, **settings)
     assert killed == whole and replicas_of(tmp_path / "killed")[1]["lost"] == 2
-    for crew in (one, two):
-        crew.close()
+    for replica_set in (one, two):
+        replica_set.close()
 
 
-class Ends(Local):
-    """Whose replicas end for good when they are to draw with version 2."""
+class ReplicasLostAtVersion2(ActorReplicas):
+    """Replicas that are lost permanently when they are asked to generate with version 2."""
 
-    def do(self, name: str, method: str, fate: str, *args: Any) -> Any:
-        return super().do(name, method, "is over" if method == "generate" and args[0] == 2 else fate, *args)
+    def do(self, name: str, method: str, failure: str, *args: Any) -> Any:
+        return super().do(name, method, "is over" if method == "generate" and args[0] == 2 else failure, *args)
 
 
 @pytest.mark.smoke
-def test_a_run_with_an_engine_that_lost_its_samplers_replays_its_journal_and_draws_the_rest(
+def test_run_that_lost_its_replicas_replays_the_journal_and_generates_the_rest(
     tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, warm_python: Any
 ) -> None:
     monkeypatch.setenv(CLUSTER_VARIABLE, "nowhere run")
     venv = fake_environment(tmp_path, warm_python.executable)
     settings: dict[str, Any] = {"model": str(tiny_folder), "engine": "vllm", "engine.python": str(venv)}
     settings |= {"steps": 4, "ahead": 1, "checkpoint_every": 2}
-    _, whole = trained(tmp_path / "whole", first := Local(1), monkeypatch, **settings)
+    _, whole = train_run(tmp_path / "whole", first := ActorReplicas(1), monkeypatch, **settings)
     with pytest.raises(RunError, match="no sampler of the cluster is left"):
-        trained(tmp_path / "run", second := Ends(1), monkeypatch, **settings)
-    third = Local(1)
+        train_run(tmp_path / "run", second := ReplicasLostAtVersion2(1), monkeypatch, **settings)
+    third = ActorReplicas(1)
     monkeypatch.setattr(joining, "cluster_replicas", lambda *_: third)
     again = ascent.resume(tmp_path / "run", Display())
     lines = [{k: v for k, v in line.items() if "time" not in k} for line in [*again.metrics, *again.updates]]
     assert lines == whole
-    assert set(third.drawn["sampler-0"]) == {2, 4}, "the last step ahead and the evaluation: step 2 is in the journal"
-    for crew in (first, second, third):
-        crew.close()
+    assert set(third.generated_versions["sampler-0"]) == {2, 4}, (
+        "the last step and the evaluation; step 2 is in the journal"
+    )
+    for replica_set in (first, second, third):
+        replica_set.close()

@@ -20,53 +20,60 @@ from ascent.distributed import replica_dispatch, weight_transfer
 from ascent.distributed.replica import Replica
 from ascent.distributed.replica_errors import ReplicaLostError, ReplicaUnreachableError
 from ascent.distributed.weight_transfer import TransferOffer, WeightSender, WeightSnapshot, receive_weights
-from tests.distributed.test_replicas import CLOSING, FIVE, Calls, alone, begun, equal
+from tests.distributed.test_replicas import (
+    OPEN_ENGINES,
+    FIVE_PROMPTS,
+    InProcessReplicas,
+    local_rollouts,
+    start_engine,
+    same_rollouts,
+)
 
 CPU, HERE = torch.device("cpu"), "127.0.0.1"
 SECONDS = 60.0
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short_delays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(weight_transfer, "BUCKET_NUMEL", 1000)
     monkeypatch.setattr(replica_dispatch, "RETRY_DELAY", 0.001)
     yield
-    while CLOSING:
-        CLOSING.pop().close()
+    while OPEN_ENGINES:
+        OPEN_ENGINES.pop().close()
 
 
-def mixed() -> dict[str, Tensor]:
-    """Parameters of two types, of many shapes, one of them larger than a piece."""
-    made = torch.Generator().manual_seed(0)
+def mixed_params() -> dict[str, Tensor]:
+    """Return parameters of two dtypes and many shapes; one is larger than a bucket."""
+    generator = torch.Generator().manual_seed(0)
     shapes = {"scalar": (), "none": (0, 3), "large": (40, 50), "a": (30, 20), "b": (500,), "c": (7, 3, 2)}
-    params = {name: torch.randn(shape, generator=made) for name, shape in shapes.items()}
-    return params | {"half": torch.randn(33, 31, generator=made).bfloat16(), "one": torch.ones(1).bfloat16()}
+    params = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return params | {"half": torch.randn(33, 31, generator=generator).bfloat16(), "one": torch.ones(1).bfloat16()}
 
 
-def taken(offer: TransferOffer) -> dict[str, Tensor]:
+def receive_all(offer: TransferOffer) -> dict[str, Tensor]:
     return {name: tensor for part in receive_weights(offer, CPU, HERE) for name, tensor in part.items()}
 
 
-def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+def same_params(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_all_parameters_arrive_as_they_were_at_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    params = mixed()
+def test_parameters_arrive_as_of_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = mixed_params()
     expected = {name: p.clone() for name, p in params.items()}
     weights, sender = WeightSnapshot(params), WeightSender(HERE, CPU, SECONDS)
     for p in params.values():
         p.zero_()
-    assert len(weights.buckets) > 4 and same(weights.params(), expected)
+    assert len(weights.buckets) > 4 and same_params(weights.params(), expected)
     with ThreadPoolExecutor(3) as pool:  # three at once, each with its own copy
         offers = [sender.offer(weights) for _ in range(3)]
-        calls = [pool.submit(taken, offer) for offer in offers]
+        calls = [pool.submit(receive_all, offer) for offer in offers]
         for offer, call in zip(offers, calls, strict=True):
             sender.start(offer, weights, call)
-        assert all(same(call.result(SECONDS), expected) for call in calls)
+        assert all(same_params(call.result(SECONDS), expected) for call in calls)
 
 
-def test_the_store_listens_at_one_address_and_a_replica_on_the_same_gpu_uses_gloo(
+def test_store_listens_on_one_address_and_replicas_on_the_same_gpu_use_gloo(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sender, chosen = WeightSender(HERE, CPU, SECONDS), list[str]()
@@ -81,7 +88,7 @@ def test_the_store_listens_at_one_address_and_a_replica_on_the_same_gpu_uses_glo
     monkeypatch.setattr(weight_transfer, "make_process_group", refuse)
     monkeypatch.setattr(weight_transfer, "gpu_uuid", lambda device: "GPU-a" if device.type == "cuda" else "")
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    offer = sender.offer(WeightSnapshot(mixed()))
+    offer = sender.offer(WeightSnapshot(mixed_params()))
     for device, gpu in (("cuda", "GPU-b"), ("cuda", "GPU-a"), ("cuda", ""), ("cpu", "GPU-b")):
         with pytest.raises(ReplicaUnreachableError, match=r"weights did not arrive by .*: Duplicate GPU detected$"):
             next(receive_weights(offer._replace(gpu=gpu), torch.device(device), HERE))
@@ -91,7 +98,7 @@ def test_the_store_listens_at_one_address_and_a_replica_on_the_same_gpu_uses_glo
 # ---- failures
 
 
-def ends_in_the_middle(offer: TransferOffer, number: int) -> None:
+def receive_then_signal(offer: TransferOffer, number: int) -> None:
     parts = receive_weights(offer, CPU, HERE)
     next(parts), next(parts)
     os.kill(os.getpid(), number)
@@ -100,45 +107,45 @@ def ends_in_the_middle(offer: TransferOffer, number: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "deadline"), [(signal.SIGKILL, SECONDS), (signal.SIGSTOP, 0.5)])
-def test_a_replica_that_dies_or_hangs_in_the_middle_holds_up_nobody(
+def test_replica_that_dies_or_hangs_during_a_transfer_does_not_block_others(
     tmp_path: Path, number: int, deadline: float
 ) -> None:
     weights = WeightSnapshot({str(i): torch.randn(400_000) for i in range(20)})
     sender, never = WeightSender(HERE, CPU, deadline), Future[Any]()
     offer = sender.offer(weights)
-    ill = Forked(lambda: ends_in_the_middle(offer, number), tmp_path)
+    forked = Forked(lambda: receive_then_signal(offer, number), tmp_path)
     sending = sender.start(offer, weights, never)
     with ThreadPoolExecutor(1) as pool:
         other = sender.offer(weights)
-        call = pool.submit(taken, other)
+        call = pool.submit(receive_all, other)
         sender.start(other, weights, call)
-        assert same(call.result(SECONDS), weights.params()), "another gets its weights meanwhile"
+        assert same_params(call.result(SECONDS), weights.params()), "another replica gets its weights meanwhile"
     sending.join(SECONDS)
     assert not sending.is_alive(), "it ends by itself"
     if number == signal.SIGSTOP:
-        ill.kill()
-    assert ill.wait() == -signal.SIGKILL
+        forked.kill()
+    assert forked.wait() == -signal.SIGKILL
 
 
-def test_a_replica_is_told_when_rank_0_ends_in_the_middle_or_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, sender = WeightSnapshot(mixed()), WeightSender(HERE, CPU, SECONDS)
-    cut = WeightSnapshot(mixed())
-    cut.flat = cut.flat[:2]  # rank 0 sends two pieces, and its end of the group is gone
+def test_replica_gets_an_error_if_rank_0_ends_or_never_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, sender = WeightSnapshot(mixed_params()), WeightSender(HERE, CPU, SECONDS)
+    truncated = WeightSnapshot(mixed_params())
+    truncated.flat = truncated.flat[:2]  # rank 0 sends two buckets and closes its end of the group
     offer = sender.offer(weights)
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(taken, offer)
-        sender.start(offer, cut, call)
+        call = pool.submit(receive_all, offer)
+        sender.start(offer, truncated, call)
         with pytest.raises(ReplicaUnreachableError, match=r"did not arrive by gloo: .*Connection"):
             call.result(SECONDS)
     monkeypatch.setattr(weight_transfer, "JOIN_TIMEOUT", 0.2)
     with pytest.raises(ReplicaUnreachableError, match="did not arrive by gloo"):
-        taken(sender.offer(weights))
+        receive_all(sender.offer(weights))
     with pytest.raises(ReplicaUnreachableError, match="did not arrive by gloo"):
-        taken(sender.offer(weights)._replace(port=1))
+        receive_all(sender.offer(weights)._replace(port=1))
 
 
-def test_rank_0_does_not_wait_for_a_replica_whose_call_is_over() -> None:
-    weights, sender, call = WeightSnapshot(mixed()), WeightSender(HERE, CPU, SECONDS), Future[Any]()
+def test_rank_0_does_not_wait_for_a_finished_call() -> None:
+    weights, sender, call = WeightSnapshot(mixed_params()), WeightSender(HERE, CPU, SECONDS), Future[Any]()
     sending = sender.start(sender.offer(weights), weights, call)
     assert sending.is_alive()
     call.set_exception(ReplicaLostError("killed"))
@@ -149,22 +156,26 @@ def test_rank_0_does_not_wait_for_a_replica_whose_call_is_over() -> None:
 # ---- whole loads
 
 
-class Sent(Calls):
-    """Replicas of this process, each with a thread of its own, to which weights are sent. `unreached`: who is not."""
+class WeightReceivingReplicas(InProcessReplicas):
+    """Replicas in this process, each with a thread, to which weights are sent. `unreachable`: replicas that are not."""
 
-    def __init__(self, count: int, unreached: tuple[str, ...] = ()):
+    def __init__(self, count: int, unreachable: tuple[str, ...] = ()):
         super().__init__(count)
-        self.sender, self.unreached, self.ways = WeightSender(HERE, CPU, SECONDS), unreached, list[tuple[str, str]]()
-        self.pools = {name: ThreadPoolExecutor(1) for name in self.there}
+        self.sender, self.unreachable, self.transports = (
+            WeightSender(HERE, CPU, SECONDS),
+            unreachable,
+            list[tuple[str, str]](),
+        )
+        self.pools = {name: ThreadPoolExecutor(1) for name in self.replica_names}
 
     def put(self, params: dict[str, Tensor]) -> WeightSnapshot:
         return WeightSnapshot(params)
 
     def load(self, name: str, weights: WeightSnapshot, version: int, config: dict[str, Any]) -> Future[Any]:
         if not self.sender.is_reachable(name):
-            self.ways.append((name, "store"))
+            self.transports.append((name, "store"))
             return self.call(name, "load", weights.params(), version, config)
-        self.ways.append((name, "gloo"))
+        self.transports.append((name, "gloo"))
         offer = self.sender.offer(weights)
         call = self.pools[name].submit(self.reach, name, offer, version, config)
         self.sender.start(offer, weights, call)
@@ -172,38 +183,39 @@ class Sent(Calls):
         return call
 
     def reach(self, name: str, *args: Any) -> Any:
-        if name in self.unreached:
+        if name in self.unreachable:
             raise ReplicaUnreachableError("weights did not arrive by gloo: no route to host")
         return self.do(name, "receive", "", *args)
 
 
 @pytest.mark.long
-def test_replicas_that_are_sent_weights_draw_what_one_sampler_draws_and_others_get_them_in_another_way(
+def test_replicas_match_the_local_engine_and_unreachable_ones_use_the_object_store(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    crew = Sent(2, unreached=("sampler-1",))
-    sampler = begun(crew)
-    assert equal(sampler.generate(FIVE, 3, seed=7), alone())
+    replica_set = WeightReceivingReplicas(2, unreachable=("sampler-1",))
+    engine = start_engine(replica_set)
+    assert same_rollouts(engine.generate(FIVE_PROMPTS, 3, seed=7), local_rollouts())
     for version in (2, 3):
-        sampler.load(sampler.local_engine.lm.trained(), version)
+        engine.load(engine.local_engine.lm.trained(), version)
         for _ in range(200 if version == 2 else 0):
-            assert equal(sampler.generate(FIVE, 3, seed=7), alone())
-            if ("sampler-1", "store") in crew.ways:
+            assert same_rollouts(engine.generate(FIVE_PROMPTS, 3, seed=7), local_rollouts())
+            if ("sampler-1", "store") in replica_set.transports:
                 break
-        assert equal(sampler.generate(FIVE, 3, seed=7), alone())
-    own = [way for name, way in crew.ways if name == "sampler-1"]
-    assert own[:3] == ["gloo", "gloo", "store"] and "gloo" not in own[2:]
-    assert {way for name, way in crew.ways if name == "sampler-0"} == {"gloo"}
-    said = capsys.readouterr().err
+        assert same_rollouts(engine.generate(FIVE_PROMPTS, 3, seed=7), local_rollouts())
+    used = [way for name, way in replica_set.transports if name == "sampler-1"]
+    assert used[:3] == ["gloo", "gloo", "store"] and "gloo" not in used[2:]
+    assert {way for name, way in replica_set.transports if name == "sampler-0"} == {"gloo"}
+    stderr = capsys.readouterr().err
     assert (
-        said.count("weights go to sampler-1 through Ray's object store (weights did not arrive by gloo: no route") == 1
+        stderr.count("weights go to sampler-1 through Ray's object store (weights did not arrive by gloo: no route")
+        == 1
     )
 
 
-def test_a_replica_whose_weights_broke_off_draws_nothing_until_it_has_all() -> None:
+def test_replica_with_partial_weights_refuses_requests_until_reloaded() -> None:
     weights, sender = WeightSnapshot(model_of("Llama").trained()), WeightSender(HERE, CPU, SECONDS)
-    sampler = sampler_of(model_of("Llama", seed=9), limit=6)
-    replica = Replica(lambda _: (sampler, sampler))
+    engine = sampler_of(model_of("Llama", seed=9), limit=6)
+    replica = Replica(lambda _: (engine, engine))
 
     def load(sent: WeightSnapshot, version: int) -> None:
         offer, call = sender.offer(weights), Future[Any]()
@@ -214,12 +226,12 @@ def test_a_replica_whose_weights_broke_off_draws_nothing_until_it_has_all() -> N
             sending.join(SECONDS)
 
     load(weights, 1)
-    cut = WeightSnapshot(model_of("Llama").trained())
-    cut.flat = cut.flat[:2]
+    truncated = WeightSnapshot(model_of("Llama").trained())
+    truncated.flat = truncated.flat[:2]
     with pytest.raises(ReplicaUnreachableError):
-        load(cut, 2)
+        load(truncated, 2)
     with pytest.raises(ReplicaLostError, match="version -1"):
-        replica.generate(1, FIVE, 3, None, None)
+        replica.generate(1, FIVE_PROMPTS, 3, None, None)
     load(weights, 3)
-    assert replica.generate(3, FIVE, 3, None, None).response.shape[:2] == (5, 3)
+    assert replica.generate(3, FIVE_PROMPTS, 3, None, None).response.shape[:2] == (5, 3)
     assert threading.active_count() < 50

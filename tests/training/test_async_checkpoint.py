@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {"steps": 6, "checkpoint_every": 2, "eval_every": 6, 
 # ---- in the background
 
 
-def test_who_saves_goes_on_and_hears_of_the_end_when_asking() -> None:
+def test_background_writer_returns_immediately_and_reports_when_asked() -> None:
     saver, free, seen = BackgroundWriter(), threading.Event(), []
     saver.begin(free.wait, lambda: seen.append(threading.current_thread()))
     saver.poll()
@@ -43,7 +43,7 @@ def test_who_saves_goes_on_and_hears_of_the_end_when_asking() -> None:
     assert len(seen) == 1, "once"
 
 
-def test_what_went_wrong_is_raised_where_somebody_waits() -> None:
+def test_background_error_is_raised_on_wait() -> None:
     saver, seen = BackgroundWriter(), []
 
     def fail() -> None:
@@ -58,7 +58,7 @@ def test_what_went_wrong_is_raised_where_somebody_waits() -> None:
     assert seen == [2], "the next one is not the last one's"
 
 
-def test_a_copy_stays_as_it_was_and_is_left_out_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_copy_is_independent_and_skipped_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     own = torch.ones(3)
     copied, apart = copy_to_host({"params": {"x": own}})
     own.zero_()
@@ -68,9 +68,7 @@ def test_a_copy_stays_as_it_was_and_is_left_out_where_memory_is_short(monkeypatc
     assert not apart and same["params"]["x"] is own
 
 
-def test_where_the_host_does_not_say_what_is_free_everything_is_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_free_memory_copies_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meminfo = tmp_path / "meminfo"
     monkeypatch.setattr(async_checkpoint, "Path", lambda _: meminfo)
     assert async_checkpoint.free_memory() == float("inf") and copy_to_host({"params": {"x": torch.ones(3)}})[1]
@@ -81,7 +79,7 @@ def test_where_the_host_does_not_say_what_is_free_everything_is_copied(
 
 
 @pytest.mark.long
-def test_a_run_trains_on_while_its_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits here until the next step is over. What it holds is its own step's, and the end waits for it."""
     whole = ascent.train("lecture", out=tmp_path / "whole", **SETTINGS)
     stepped, begun, real, step = threading.Event(), [], checkpoint.save, RunWriter.step
@@ -109,9 +107,7 @@ def test_a_run_trains_on_while_its_checkpoint_is_written(tmp_path: Path, monkeyp
 
 
 @pytest.mark.long
-def test_a_disk_that_fills_up_behind_the_run_ends_it_and_loses_nothing_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_ends_the_run_and_keeps_complete_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = ascent.train("lecture", out=tmp_path / "whole", **SETTINGS)
     real = checkpoint.write_atomically
 
@@ -160,7 +156,7 @@ def written(learner: ShardedLearner, folder: Path) -> Path:
 
 
 @pytest.mark.long
-def test_a_checkpoint_in_parts_is_read_as_one_that_was_gathered(learner: ShardedLearner, tmp_path: Path) -> None:
+def test_sharded_checkpoint_reads_like_a_gathered_one(learner: ShardedLearner, tmp_path: Path) -> None:
     final, gathered = written(learner, tmp_path), learner.state()
     assert [p.name for p in final.glob("*.safetensors") if p.name != "rng.safetensors"] == [
         "shard-00001-model-00001-of-00001.safetensors"
@@ -178,7 +174,7 @@ def test_a_checkpoint_in_parts_is_read_as_one_that_was_gathered(learner: Sharded
 
 
 @pytest.mark.long
-def test_parts_that_make_no_whole_are_refused(learner: ShardedLearner, tmp_path: Path) -> None:
+def test_incomplete_shards_are_rejected(learner: ShardedLearner, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     final = written(learner, tmp_path)

@@ -82,14 +82,14 @@ def gradients(learner: LanguageLearner, batch: Any, algorithm: Any) -> list[Tens
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in found]
 
 
-def test_the_sizes_of_rows() -> None:
+def test_row_sizes() -> None:
     assert [round_up_to_bucket(n) for n in (1, 2, 9, 17, 100, 4577, 5121)] == [1, 2, 10, 20, 112, 5120, 6144]
     size = RowSize.of([PackedGroup(0, 3, (2, 1)), PackedGroup(6, 2, ())])
     assert size == RowSize(tokens=10, keys=18, segments=8, longest_query=4, longest_key=8)
     assert captured_tokens(1600, [torch.zeros(5)], 10) == 8 and captured_tokens(16, [torch.zeros(5)], 10) == 0
 
 
-def test_padding_sees_padding_alone() -> None:
+def test_padding_attends_only_to_padding() -> None:
     """Every token is a key to itself, padding is keys behind the others, and what is left over is nobody's."""
     groups = [PackedGroup(0, 3, (2, 1)), PackedGroup(6, 2, ())]
     size = RowSize.of(groups)
@@ -112,7 +112,7 @@ def test_padding_sees_padding_alone() -> None:
         ("Phi3", "policy", 0),
     ],
 )
-def test_captured_passes_have_the_gradient_of_plain_ones(kind: str, row: str, budget: int) -> None:
+def test_captured_passes_match_eager_gradients(kind: str, row: str, budget: int) -> None:
     """In one piece or several, more than once, with tied embeddings; and each size is captured at its second use."""
     lm = model_of(kind)
     learner, algorithm = learner_of(lm, row, budget)
@@ -130,7 +130,7 @@ def test_captured_passes_have_the_gradient_of_plain_ones(kind: str, row: str, bu
     assert captured.capture_error is None and sum(captured.num_uses.values()) >= 3
 
 
-def test_what_was_summed_before_a_capture_is_kept() -> None:
+def test_gradients_from_before_capture_are_kept() -> None:
     """Two micro-batches of one size: the first is launched, and the second is captured."""
     lm = model_of()
     learner, algorithm = learner_of(lm, "policy", budget=30)
@@ -145,7 +145,7 @@ def test_what_was_summed_before_a_capture_is_kept() -> None:
 
 
 @pytest.mark.long
-def test_captured_passes_follow_the_parameters_and_what_is_frozen() -> None:
+def test_captured_passes_use_updated_parameters_and_skip_frozen_ones() -> None:
     """Steps through float32 copies; layers that are not trained; parameters that were laid elsewhere meanwhile."""
     found = []
     for small in (False, True):
@@ -166,7 +166,7 @@ def test_captured_passes_follow_the_parameters_and_what_is_frozen() -> None:
     assert all((a - b).abs().max() < 1e-9 for a, b in zip(*found, strict=True))
 
 
-def test_what_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_that_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long rows, sizes for which there is no room, passes without gradients, and what cannot be captured."""
     lm = model_of()
     learner, algorithm = learner_of(lm, "policy")
@@ -195,7 +195,7 @@ def counting(captured: Any) -> list[Any]:
     return passes
 
 
-def test_a_forward_pass_that_began_early_is_used_once_and_only_for_its_row_and_parameters() -> None:
+def test_early_forward_is_used_once_and_only_for_its_row_and_parameters() -> None:
     """Then no pass is computed again, and no number is another."""
     lm = model_of()
     learner, algorithm = learner_of(lm, "policy")
@@ -229,7 +229,7 @@ def test_a_forward_pass_that_began_early_is_used_once_and_only_for_its_row_and_p
     check(ready, ready, 1, want)
 
 
-def test_a_run_computes_the_pass_of_a_whole_update_before_the_rewards(
+def test_run_starts_the_forward_pass_before_rewards_are_known(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two epochs: the pass of the second is computed after the step of the first. No number is another for it."""
@@ -256,7 +256,7 @@ def test_a_run_computes_the_pass_of_a_whole_update_before_the_rewards(
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_updates_that_rewards_choose_or_that_are_cut_do_not_begin_early() -> None:
+def test_filtered_or_split_updates_do_not_start_early() -> None:
     lm, backend = model_of(), LanguageBackend()
     learner, _ = learner_of(lm, "policy")
     for settings in ({"minibatches": 2}, {"groups": "with-signal"}, {}):
@@ -269,7 +269,7 @@ def test_updates_that_rewards_choose_or_that_are_cut_do_not_begin_early() -> Non
 
 @on_gpu
 @pytest.mark.parametrize("row", ["policy", "own", "shared"])
-def test_graphs_on_a_gpu_have_the_gradient_of_launches(row: str) -> None:
+def test_cuda_graphs_match_eager_gradients_on_gpu(row: str) -> None:
     """bfloat16 with float32 copies: the third update is captured, the fourth begins early, and neither is another."""
     lm = model_of(dtype=torch.float32)
     lm.model.to("cuda", torch.bfloat16)

@@ -52,7 +52,7 @@ def stepped_by(p: Tensor, master: Tensor, update: Adam, seed: int = 0) -> Compac
 # ---- bits -----------------------------------------------------------------------------------------
 
 
-def test_a_master_is_its_parameter_and_16_bits() -> None:
+def test_master_weight_is_parameter_plus_16_low_bits() -> None:
     """All low halves at several exponents and signs, ties among them, and random bits; numbers that are none too."""
     heads = torch.tensor([0x3F80, 0x3F81, -0x4080, 0x0000, -0x8000, 0x7F7F, 0x0001, 0x7F7E], dtype=torch.int32)
     every = (heads[:, None] * 2**16 + torch.arange(2**16, dtype=torch.int32)).flatten()
@@ -73,7 +73,7 @@ def test_a_master_is_its_parameter_and_16_bits() -> None:
     )
 
 
-def test_random_bits_are_those_of_their_seed_place_and_step() -> None:
+def test_random_bits_depend_on_seed_position_and_step() -> None:
     """Pinned: runs that are resumed draw them again. 2¹⁶ of them spread evenly, and streams have nothing in common."""
     keys = random_keys(1, 2, 3, 0)
     assert keys == PINNED[0] and random_bits(keys, 5, 3, CPU).tolist() == PINNED[1]
@@ -90,7 +90,7 @@ def test_random_bits_are_those_of_their_seed_place_and_step() -> None:
             assert abs(float(torch.corrcoef(both)[0, 1])) < 0.02 and not (bits == other).sum() > 5
 
 
-def test_rounding_at_random_is_unbiased_and_goes_to_a_neighbour() -> None:
+def test_stochastic_rounding_is_unbiased_and_rounds_to_a_neighbor() -> None:
     x = noise(500)
     low, high = (split_master(x)[0].float() + way * x.abs() * 2**-7 for way in (-1, 1))
     draws = torch.stack(
@@ -109,7 +109,7 @@ def test_rounding_at_random_is_unbiased_and_goes_to_a_neighbour() -> None:
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])
-def test_masters_are_those_of_adamw_in_float32(max_norm: float | None) -> None:
+def test_master_weights_equal_float32_adamw(max_norm: float | None) -> None:
     """Bit for bit, on the same gradients and with moments that begin every step where ours do."""
     update = Adam(lr=1e-3, weight_decay=0.1, max_norm=max_norm)
     wide = noise(700, scale=0.02)
@@ -128,7 +128,7 @@ def test_masters_are_those_of_adamw_in_float32(max_norm: float | None) -> None:
             exact.copy_(kept)
 
 
-def test_the_mean_of_many_steps_is_adamws() -> None:
+def test_mean_over_many_steps_equals_adamw() -> None:
     """200 copies with random bits of their own, against float64: to nearest, the second moment would never move."""
     copies, count, update = 200, 40, Adam(lr=1e-3)
     begin = noise(count, scale=0.02).double()
@@ -152,7 +152,7 @@ def test_the_mean_of_many_steps_is_adamws() -> None:
     assert (0.999 * v + 0.001 * 0.3**2).bfloat16() == v, "what rounding to nearest does"
 
 
-def test_sums_of_gradients_are_unbiased() -> None:
+def test_gradient_sums_are_unbiased() -> None:
     total, parts = noise(300, scale=1.0), [noise(300, seed=k + 1, scale=0.01).bfloat16() for k in range(20)]
     want = total.bfloat16().double() + sum(part.double() for part in parts)
     sums = []
@@ -166,7 +166,7 @@ def test_sums_of_gradients_are_unbiased() -> None:
     assert float(off.abs().max()) < 4.5 and abs(float(off.mean())) < 0.3
 
 
-def test_both_moments_and_every_micro_batch_are_rounded_by_bits_of_their_own() -> None:
+def test_moments_and_micro_batches_use_different_random_bits() -> None:
     """With m = v = g the exact moments are equal, so that the same bits would round them alike everywhere."""
     p = torch.zeros(4000, dtype=torch.bfloat16)
     optimizer = CompactAdamW([p], [p.float()], torch.optim.AdamW([p], lr=1e-3, betas=(0.9, 0.9)), 0)
@@ -190,7 +190,7 @@ def test_both_moments_and_every_micro_batch_are_rounded_by_bits_of_their_own() -
     assert counts.tolist() == pytest.approx([27 / 64, 27 / 64, 9 / 64, 1 / 64], abs=0.04), "three independent draws"
 
 
-def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunk_size_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     for chunk in (2**22, 7):
         monkeypatch.setattr(compact_adamw, "CHUNK_NUMEL", chunk)
@@ -204,7 +204,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @on_gpu
-def test_the_kernels_compute_the_formulas_on_a_gpu() -> None:
+def test_triton_kernels_match_reference_ops_on_gpu() -> None:
     triton: Any = kernels.load_kernels("triton_adamw")
     group = {"betas": (0.9, 0.999), "lr": 1e-4, "weight_decay": 0.1, "eps": 1e-8}
     sides = []
@@ -248,7 +248,7 @@ def tensors_of(learner: Any) -> list[Tensor]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "more"), [("Llama", {"tie_word_embeddings": True}), ("GPT2", {}), ("Gemma2", {})])
-def test_a_step_is_the_one_of_float32_state(kind: str, more: dict[str, Any]) -> None:
+def test_compact_step_matches_float32_state(kind: str, more: dict[str, Any]) -> None:
     """With clipping and decay, in one micro-batch: then gradients are the same and the first step is exact."""
     row = replace(ALGORITHMS["grpo"], update=Adam(lr=1e-2, weight_decay=0.1, max_norm=0.1))
     sides = []
@@ -266,7 +266,7 @@ def test_a_step_is_the_one_of_float32_state(kind: str, more: dict[str, Any]) -> 
 
 
 @pytest.mark.long
-def test_micro_batches_and_a_resume_leave_the_same_bits() -> None:
+def test_resume_with_micro_batches_is_bitwise_equal() -> None:
     """Weights, low bits, moments and steps, after more epochs than were resumed; a moving reference too."""
     row = ALGORITHMS["grpo"]
     lm = model_of(dtype=torch.bfloat16)
@@ -297,7 +297,7 @@ def test_micro_batches_and_a_resume_leave_the_same_bits() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("critic", [OwnCritic(lr=1e-3), SharedCritic()])
-def test_critics_go_along(critic: Any) -> None:
+def test_critics_train_with_compact_state(critic: Any) -> None:
     """A shared one's head is stepped in float32 with the policy; one of its own keeps its float32 state."""
     row = replace(ALGORITHMS["ppo"], critic=critic)
     lm = model_of(dtype=torch.bfloat16)
@@ -311,7 +311,7 @@ def test_critics_go_along(critic: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(learner), tensors_of(other), strict=True))
 
 
-def test_a_checkpoint_of_either_form_is_read() -> None:
+def test_checkpoints_convert_between_compact_and_float32_state() -> None:
     """To float32 nothing is lost. From float32 masters are exact, and moments are rounded."""
     row = ALGORITHMS["reinforce"]
     batch = batch_of(model_of(dtype=torch.bfloat16))
@@ -334,7 +334,7 @@ def test_a_checkpoint_of_either_form_is_read() -> None:
     assert float(narrow.state()["optimizer"]["0.step"]) == 2
 
 
-def test_state_of_another_shape_is_refused() -> None:
+def test_state_of_another_shape_is_rejected() -> None:
     """A kernel would read behind its end."""
     row = ALGORITHMS["reinforce"]
     learner = learner_of(model_of(dtype=torch.bfloat16), row)
@@ -347,7 +347,7 @@ def test_state_of_another_shape_is_refused() -> None:
             learner.restore(state)
 
 
-def test_what_gets_no_gradient_is_not_stepped() -> None:
+def test_parameters_without_gradient_are_not_stepped() -> None:
     a, b = noise(4).bfloat16(), noise(4).bfloat16()
     optimizer = CompactAdamW([a, b], [a.float(), b.float()], Adam().optimizer([a, b]), 0)
     before, a.grad = b.clone(), torch.ones_like(a)
@@ -355,7 +355,7 @@ def test_what_gets_no_gradient_is_not_stepped() -> None:
     assert torch.equal(b, before) and "step" not in optimizer.state[b] and not torch.equal(a, before)
 
 
-def test_an_update_that_is_not_adams_is_refused() -> None:
+def test_compact_state_requires_adam() -> None:
     a = noise(4).bfloat16()
     with pytest.raises(ConfigError) as refusal:
         CompactAdamW([a], [a.float()], torch.optim.SGD([a]), 0)
@@ -363,7 +363,7 @@ def test_an_update_that_is_not_adams_is_refused() -> None:
     assert str(refusal.value) == message
 
 
-def test_a_checkpoint_keeps_what_is_not_in_bfloat16_as_it_is() -> None:
+def test_checkpoint_keeps_other_dtypes_unchanged() -> None:
     a, head = noise(4).bfloat16(), noise(3)
     optimizer = CompactAdamW([a, head], [a.float()], Adam().optimizer([a, head]), 0)
     wide, moment = noise(4), noise(3)
@@ -381,7 +381,7 @@ def test_a_checkpoint_keeps_what_is_not_in_bfloat16_as_it_is() -> None:
     ("settings", "words"),
     [({"lora": 4}, "adapters are few"), ({"dtype": "float32"}, "--policy.dtype is float32")],
 )
-def test_state_in_bfloat16_needs_parameters_in_bfloat16(settings: Any, words: str) -> None:
+def test_bfloat16_state_requires_bfloat16_parameters(settings: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         CausalLM("m", optimizer_state="bfloat16", **settings)
 
@@ -391,7 +391,7 @@ def fake_config(form: str = "auto", update: Any = None, reference: bool = False)
     return SimpleNamespace(policy=SimpleNamespace(optimizer_state=form), algorithm=algorithm)
 
 
-def test_auto_takes_float32_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_float32_state_if_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: 18 bytes per parameter and the head's, and 2 of a reference, against nine tenths of the card."""
     lm = model_of(dtype=torch.bfloat16)
     assert not uses_bfloat16_state(fake_config(), lm, None, SINGLE_PROCESS), "a CPU is not asked"
@@ -414,7 +414,7 @@ def test_auto_takes_float32_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> No
         uses_bfloat16_state(fake_config("bfloat16"), model_of(), None, SINGLE_PROCESS)
 
 
-def test_ranks_and_trust_regions_are_refused() -> None:
+def test_compact_state_rejects_ranks_and_trust_region() -> None:
     policy = CausalLM("m", dtype="bfloat16", optimizer_state="bfloat16")
     base = configure("gsm8k", {"model": "m"})
     with pytest.raises(ConfigError, match="on several ranks"):
@@ -424,7 +424,7 @@ def test_ranks_and_trust_regions_are_refused() -> None:
         LanguageBackend().check(replace(base, policy=policy, algorithm=algorithm))
 
 
-def test_kernels_that_do_not_compile_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_fail_to_compile_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """An old card, or no C compiler: Triton can be imported there, and no kernel runs."""
 
     def add(*_: Any) -> None:
@@ -446,7 +446,7 @@ def test_kernels_that_do_not_compile_are_left_alone(monkeypatch: pytest.MonkeyPa
 # ---- float16, where there is no bfloat16 ----------------------------------------------------------
 
 
-def test_an_old_gpu_gets_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_bfloat16_uses_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, dtype = torch.device("cuda"), CausalLM("m").dtype_on
     for capability, want in (((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((12, 0), torch.bfloat16)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, own=capability: own)

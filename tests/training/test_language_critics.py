@@ -46,7 +46,7 @@ def trained(learner: LanguageLearner, batch: Batch, shared: bool) -> tuple[Tenso
 @pytest.mark.long
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Gemma"])
-def test_the_packed_road_has_the_values_and_gradients_of_the_plain_one(
+def test_packed_critic_matches_plain_values_and_gradients(
     kind: str, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On padded prompts and responses, an empty one among them, in segments as on a GPU and in micro-batches."""
@@ -68,7 +68,7 @@ def test_the_packed_road_has_the_values_and_gradients_of_the_plain_one(
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "OPT"])
-def test_a_shared_critic_of_a_model_off_the_fast_road(kind: str) -> None:
+def test_shared_critic_without_shared_prompts(kind: str) -> None:
     lm = model_of(kind)
     lm.can_share_prompts = False
     learner, batch = learner_of(lm, True), awkward(lm)
@@ -78,7 +78,7 @@ def test_a_shared_critic_of_a_model_off_the_fast_road(kind: str) -> None:
     assert (loss - want).abs() < 1e-10 * want and all(torch.isfinite(g).all() for g in gradients)
 
 
-def test_a_shared_critic_is_scored_in_the_pass_of_the_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_critic_is_scored_in_the_logprob_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = model_of()
     learner, batch = learner_of(lm, True), awkward(lm)
     both = frozenset({"logp_old", "value"})
@@ -105,7 +105,7 @@ def rounded(critic: LanguageCritic) -> bool:
 
 
 @pytest.mark.parametrize("finer", [False, True])
-def test_a_critic_in_bfloat16_is_stepped_through_float32_copies(finer: bool) -> None:
+def test_bfloat16_critic_has_float32_master_weights(finer: bool) -> None:
     """A step below the rounding is not lost; the copies begin with what was stored, and are not the policy's own."""
     lm = half(finer)
     stored = dict(lm.full_precision_params)
@@ -115,7 +115,9 @@ def test_a_critic_in_bfloat16_is_stepped_through_float32_copies(finer: bool) -> 
     if finer:
         first = dict(critic.state_dict())
         assert all(
-            torch.equal(first[f"own.{n.removeprefix('model.')}"], p) for n, p in stored.items() if "lm_head" not in n
+            torch.equal(first[f"separate_backbone.{n.removeprefix('model.')}"], p)
+            for n, p in stored.items()
+            if "lm_head" not in n
         )
         assert not {p.data_ptr() for p in critic.master_params} & {p.data_ptr() for p in learner.trainable()}
     learner.critic_update = replace(learner.critic_update, lr=1e-6)  # type: ignore[type-var]
@@ -130,7 +132,7 @@ def test_a_critic_in_bfloat16_is_stepped_through_float32_copies(finer: bool) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_critic_beside_a_bfloat16_policy_goes_on_bit_for_bit(shared: bool) -> None:
+def test_critic_of_a_bfloat16_policy_resumes_bitwise(shared: bool) -> None:
     one, two = learner_of(half(), shared), learner_of(half(), shared)
     batch = awkward(one.lm)
     ready = credited(batch.add(logp_old=batch.logp_sampler), PPO[shared], one)
@@ -148,7 +150,7 @@ def test_a_critic_beside_a_bfloat16_policy_goes_on_bit_for_bit(shared: bool) -> 
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-def test_a_checkpoint_of_a_critic_in_float32_continues_in_bfloat16() -> None:
+def test_float32_critic_checkpoint_resumes_in_bfloat16() -> None:
     """As a run that began with a float32 policy left it: the same names, every number in float32."""
     saved = learner_of(model_of(dtype=torch.float32), False).critic.state_dict()
     critic = learner_of(half(), False).critic
@@ -156,7 +158,7 @@ def test_a_checkpoint_of_a_critic_in_float32_continues_in_bfloat16() -> None:
     assert all(torch.equal(p, saved[name] + 1e-4) for name, p in critic.state_dict().items()) and rounded(critic)
 
 
-def test_a_critics_own_backbone_is_fused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_separate_critic_backbone_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its norms and gates compute what the policy's do; a copy of a fused model does not compute with the model's."""
     lm = half()
     fused_layers.fuse_layers(lm.model, fused_layers.ElementwiseReference)

@@ -56,26 +56,26 @@ def plain_log_probs(lm: LanguageModel, batch: Batch) -> Tensor:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", SHARING)
-def test_an_architecture_shares_its_prompts(kind: str) -> None:
+def test_architecture_supports_shared_prompts(kind: str) -> None:
     lm = model_of(kind)
     assert verify_model(lm, 16) is None
     assert lm.can_share_prompts
 
 
-def test_a_short_window_falls_back_and_says_so() -> None:
+def test_sliding_window_disables_shared_prompts_with_a_note() -> None:
     lm = model_of("Mistral", sliding_window=16)
     assert verify_model(lm, 16) is None
     assert "sees 16 tokens" in str(verify_model(lm, 17))
     assert not lm.can_share_prompts
 
 
-def test_a_capped_attention_falls_back_and_says_so() -> None:
+def test_soft_capped_attention_disables_shared_prompts_with_a_note() -> None:
     lm = model_of("Gemma2", dtype=torch.float32)
     assert "cap" in str(verify_model(lm, 16))
     assert not lm.can_share_prompts
 
 
-def test_a_capped_head_is_known() -> None:
+def test_soft_capped_head_is_supported() -> None:
     assert (
         verify_model(
             model_of("Gemma2", attn_logit_softcapping=None, final_logit_softcapping=2.0, sliding_window=64), 16
@@ -84,13 +84,13 @@ def test_a_capped_head_is_known() -> None:
     )
 
 
-def test_another_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_head_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LMHead, "logits", lambda self, hidden: 1.1 * hidden @ self.weight.t())
     with pytest.raises(ConfigError, match="cannot train it"):
         verify_model(model_of())
 
 
-def test_a_model_that_fails_in_our_passes_is_refused_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_whose_forward_fails_is_rejected_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def logits(self: LMHead, hidden: Tensor) -> Tensor:
         raise RuntimeError("no such thing")
 
@@ -100,7 +100,7 @@ def test_a_model_that_fails_in_our_passes_is_refused_with_its_error(monkeypatch:
         verify_model(model_of())
 
 
-def test_checkpointing_a_model_without_layers_is_refused() -> None:
+def test_checkpointing_requires_checkpointable_layers() -> None:
     lm, algorithm = model_of(), ALGORITHMS["reinforce"]
     lm.model.model.layers = torch.nn.ModuleList()
     with pytest.raises(ConfigError) as refusal:
@@ -110,7 +110,7 @@ def test_checkpointing_a_model_without_layers_is_refused() -> None:
     assert learner_of(model_of(), algorithm, 64, checkpointing=True).checkpointing
 
 
-def test_a_batch_goes_to_the_device_without_what_only_the_host_reads() -> None:
+def test_host_only_fields_stay_on_the_host() -> None:
     batch = batch_of(model_of())
     assert to_device(batch, torch.device("cpu")) is batch
     meta = torch.device("meta")
@@ -138,7 +138,7 @@ def awkward(lm: LanguageModel) -> Batch:
 
 
 @pytest.mark.parametrize("kind", SHARING)
-def test_shared_prompts_are_exact(kind: str) -> None:
+def test_shared_prompts_match_separate_rows(kind: str) -> None:
     """Hidden states, and their gradient in every parameter, are those of the plain form."""
     lm = model_of(kind)
     batch = awkward(lm)
@@ -158,7 +158,7 @@ def test_shared_prompts_are_exact(kind: str) -> None:
         assert (a - b).abs().max() < bound * max(1.0, float(a.abs().max()))
 
 
-def test_a_response_does_not_see_its_siblings() -> None:
+def test_response_does_not_attend_to_other_responses() -> None:
     lm = model_of()
     batch = batch_of(lm)
     with packed_attention_enabled(lm.model), torch.no_grad():
@@ -186,7 +186,7 @@ def dense(head: LMHead, hidden: Tensor, target: Tensor, temperature: float, ref:
 @pytest.mark.parametrize("keep", [0, 2**30], ids=["computed again", "kept"])
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize(("temperature", "scale"), [(1.0, 1.0), (0.7, 1.5)])
-def test_the_chunked_head_is_exact(
+def test_chunked_head_matches_dense_head(
     keep: int, cap: float | None, temperature: float, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """log-prob, entropy and KL, and the gradients of all three in hidden states, weight and bias."""
@@ -208,7 +208,7 @@ def test_the_chunked_head_is_exact(
         assert (a - c).abs().max() < 1e-12
 
 
-def test_an_entropy_that_nobody_asked_the_gradient_of_has_none() -> None:
+def test_entropy_without_requested_gradient_is_detached() -> None:
     h, w = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4)
     logp, entropy, kl = token_stats(LMHead(w), h, torch.zeros(5, dtype=torch.long))
     assert logp.requires_grad
@@ -221,7 +221,7 @@ def test_an_entropy_that_nobody_asked_the_gradient_of_has_none() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 12, 64])
-def test_what_is_drawn_does_not_depend_on_the_batching(rows: int) -> None:
+def test_samples_do_not_depend_on_batch_size(rows: int) -> None:
     """Rows are shared, replaced and moved; every response is the one that it would be alone."""
     lm = model_of()
     want = sampler_of(lm, rows=64).generate(Prompts.of(prompts_of()), 4)
@@ -234,7 +234,7 @@ def test_what_is_drawn_does_not_depend_on_the_batching(rows: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", SHARING)
-def test_both_decoders_draw_the_same(kind: str) -> None:
+def test_both_decoders_sample_the_same_tokens(kind: str) -> None:
     lm, found = model_of(kind), []
     for decoder in (PagedRunner, EagerRunner):
         sampler = sampler_of(lm, rows=5)
@@ -246,7 +246,7 @@ def test_both_decoders_draw_the_same(kind: str) -> None:
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"temperature": 0.6}])
-def test_log_probs_of_sampler_and_learner_agree(cut: dict[str, float]) -> None:
+def test_logprobs_of_engine_and_learner_agree(cut: dict[str, float]) -> None:
     """Over the full vocabulary, at the sampling temperature, whatever was cut from the support."""
     lm = model_of()
     batch = batch_of(lm, **cut)
@@ -256,7 +256,7 @@ def test_log_probs_of_sampler_and_learner_agree(cut: dict[str, float]) -> None:
     assert (batch.kept_mass is not None) == bool(set(cut) - {"temperature"})
 
 
-def test_the_mass_is_that_of_the_support() -> None:
+def test_kept_mass_is_that_of_the_kept_tokens() -> None:
     """Four tokens of probability 0.5, 0.3, 0.15, 0.05: top-p 0.7 keeps two of them, min-p 0.2 three, top-k 1 one."""
     logits = torch.tensor([[0.05, 0.5, 0.15, 0.3]], dtype=torch.float64).log()
     for support, mass in (
@@ -271,7 +271,7 @@ def test_the_mass_is_that_of_the_support() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("support", [SamplingParams(), SamplingParams(top_k=2), SamplingParams(top_p=0.75)])
-def test_tokens_are_drawn_in_proportion(support: SamplingParams) -> None:
+def test_tokens_are_sampled_in_proportion_to_their_probabilities(support: SamplingParams) -> None:
     """Every u on a fine grid: the share of each token is its probability among the allowed, to the grid."""
     torch.manual_seed(0)
     logits = torch.randn(1, 300, dtype=torch.float64) * 3
@@ -285,7 +285,7 @@ def test_tokens_are_drawn_in_proportion(support: SamplingParams) -> None:
     assert torch.allclose(logp, p[0].log()[token])
 
 
-def test_the_streams_of_responses_are_uniform_and_unrelated() -> None:
+def test_random_streams_of_responses_are_uniform_and_independent() -> None:
     seeds = torch.randint(2**62, (400,), generator=torch.Generator().manual_seed(0))
     u = uniform_from_seed(seeds[:, None], torch.arange(400)[None])
     assert u.min() >= 0
@@ -298,7 +298,7 @@ def test_the_streams_of_responses_are_uniform_and_unrelated() -> None:
     assert abs(float((again[:, 1:] * again[:, :-1]).mean())) < 0.002
 
 
-def test_the_end_is_in_the_mask_though_it_is_the_pad_token_too() -> None:
+def test_end_token_is_in_the_mask_even_if_it_is_the_pad_token() -> None:
     rollouts = sampler_of(model_of()).generate(Prompts.of(prompts_of()), 8)
     ended = ~rollouts.truncated
     assert ended.any()
@@ -307,7 +307,7 @@ def test_the_end_is_in_the_mask_though_it_is_the_pad_token_too() -> None:
     assert (last[rollouts.truncated] != END).all()
 
 
-def test_greedy_takes_the_likeliest() -> None:
+def test_greedy_takes_the_argmax() -> None:
     lm = model_of()
     rollouts = sampler_of(lm).generate(Prompts.of(prompts_of((5,))), 1, greedy=True)
     ids = torch.cat([prompts_of((5,))[0], rollouts.response[0, 0][rollouts.mask[0, 0]]])
@@ -316,7 +316,7 @@ def test_greedy_takes_the_likeliest() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}, {"min_p": 1.0}])
-def test_an_impossible_support_is_refused(bad: dict[str, float]) -> None:
+def test_impossible_sampling_params_are_rejected(bad: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="top-p"):
         SamplingParams(**bad)  # type: ignore[arg-type]
 
@@ -330,7 +330,7 @@ EXACT = replace(ALGORITHMS["grpo"], kl=InLoss("exact", 0.3), exploration=Constan
 
 @pytest.mark.long
 @pytest.mark.parametrize("algorithm", [*(ALGORITHMS[r] for r in ROWS), EXACT], ids=[*ROWS, "exact KL and entropy"])
-def test_no_memory_knob_changes_a_gradient(algorithm: Algorithm) -> None:
+def test_memory_settings_do_not_change_the_gradient(algorithm: Algorithm) -> None:
     """Any token budget, checkpointed or not, shared or plain: the same objective and the same gradient."""
     knobs = [(0, False, True), (7, False, True), (12, True, False)]  # no row is split in a way of its own
     if algorithm in (ALGORITHMS["grpo"], EXACT):
@@ -348,7 +348,7 @@ def test_no_memory_knob_changes_a_gradient(algorithm: Algorithm) -> None:
         assert (now - whole).abs().max() < 1e-12 * max(1.0, float(whole.abs().max()))
 
 
-def test_parts_hold_every_response_once_and_keep_to_the_budget() -> None:
+def test_micro_batches_hold_every_response_once_within_the_budget() -> None:
     lm = model_of()
     batch = awkward(lm).add(prompt_index=torch.arange(3))
     number = torch.arange(12.0, dtype=torch.float64).view(3, 4, 1)
@@ -360,7 +360,7 @@ def test_parts_hold_every_response_once_and_keep_to_the_budget() -> None:
             assert budget == 0 or part.mask.shape[:2].numel() == 1 or tokens <= max(budget, 0) + part.mask.shape[2]
 
 
-def test_the_first_update_has_ratio_one_and_clips_nothing() -> None:
+def test_first_update_has_ratio_one_and_no_clipping() -> None:
     lm = model_of()
     algorithm = ALGORITHMS["grpo"]
     learner = learner_of(lm, algorithm)
@@ -369,7 +369,7 @@ def test_the_first_update_has_ratio_one_and_clips_nothing() -> None:
     assert float(stepped.sums["clip_ratio/high_mean"]) == 0
 
 
-def test_a_reference_is_what_training_started_from() -> None:
+def test_reference_is_the_initial_policy() -> None:
     lm = model_of()
     algorithm = ALGORITHMS["grpo"]
     learner = learner_of(lm, algorithm)
@@ -385,7 +385,7 @@ def test_a_reference_is_what_training_started_from() -> None:
 
 
 @pytest.mark.long
-def test_bfloat16_is_stepped_in_float32() -> None:
+def test_bfloat16_has_float32_master_weights() -> None:
     """A rate of 1e-6 would be lost in bfloat16: many such steps have to add up."""
     lm = model_of(dtype=torch.bfloat16)
     algorithm = replace(ALGORITHMS["reinforce"], update=replace(ALGORITHMS["reinforce"].update, lr=12e-5))
@@ -402,7 +402,7 @@ def test_bfloat16_is_stepped_in_float32() -> None:
         assert float((wide - start.float()).abs().max()) > 3e-4
 
 
-def test_a_checkpoint_restores_every_bit(tmp_path: object) -> None:
+def test_checkpoint_restores_bitwise(tmp_path: object) -> None:
     algorithm = ALGORITHMS["grpo"]
     lm = model_of()
     learner = learner_of(lm, algorithm)
@@ -419,7 +419,7 @@ def test_a_checkpoint_restores_every_bit(tmp_path: object) -> None:
         assert all(torch.equal(a[k], b[k]) for k in a)
 
 
-def test_parameters_of_another_model_are_refused() -> None:
+def test_parameters_of_another_model_are_rejected() -> None:
     learner = learner_of(model_of(), ALGORITHMS["reinforce"])
     state = learner.state()
     state["params"].popitem()
@@ -439,7 +439,7 @@ def with_critic(lm: LanguageModel, algorithm: Algorithm, budget: int = 0) -> Lan
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("share_prompts", [False, True])
-def test_a_value_is_the_heads_on_the_state_before_a_token(shared: bool, share_prompts: bool) -> None:
+def test_value_is_the_head_on_the_state_before_a_token(shared: bool, share_prompts: bool) -> None:
     """At every state, the last one too, against the model itself on each sequence alone."""
     lm = model_of()
     lm.can_share_prompts = share_prompts
@@ -461,7 +461,7 @@ def test_a_value_is_the_heads_on_the_state_before_a_token(shared: bool, share_pr
 
 @pytest.mark.long
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_critic_learns_and_only_a_shared_one_moves_the_policy(shared: bool) -> None:
+def test_critic_learns_and_only_a_shared_one_changes_the_policy(shared: bool) -> None:
     lm = model_of()
     choice = SharedCritic() if shared else OwnCritic(lr=5e-3)
     algorithm = replace(ALGORITHMS["ppo"], critic=choice, update=Adam(5e-3))
@@ -481,7 +481,7 @@ def test_a_critic_learns_and_only_a_shared_one_moves_the_policy(shared: bool) ->
 
 
 @pytest.mark.long
-def test_a_critic_is_in_the_checkpoint() -> None:
+def test_critic_is_in_the_checkpoint() -> None:
     algorithm = ALGORITHMS["ppo"]
     lm = model_of()
     learner = with_critic(lm, algorithm)
@@ -499,7 +499,7 @@ def test_a_critic_is_in_the_checkpoint() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("share_prompts", [False, True])
-def test_a_micro_batch_counts_the_tokens_that_are_really_computed(share_prompts: bool) -> None:
+def test_micro_batch_counts_computed_tokens(share_prompts: bool) -> None:
     """Prompts that are not shared are encoded with every response and padded: policy, critic and pairs keep the budget.
 
     A row is never cut, and neither is a pair. The gradient is that of the whole batch at once.
@@ -529,7 +529,7 @@ def test_a_micro_batch_counts_the_tokens_that_are_really_computed(share_prompts:
         assert (gradients[-1] - gradients[0]).norm() < 1e-12 * gradients[0].norm()
 
 
-def test_a_fisher_product_is_that_of_the_plain_definition() -> None:
+def test_fisher_vector_product_matches_definition() -> None:
     """vᵀFv = the mean over states of Var_π(∂ log π along v), by finite differences of the model itself."""
     lm = model_of(num_hidden_layers=2)
     algorithm = ALGORITHMS["trpo"]
@@ -551,7 +551,7 @@ def test_a_fisher_product_is_that_of_the_plain_definition() -> None:
 @pytest.mark.long
 @pytest.mark.unchecked
 @pytest.mark.parametrize(("seed", "delta"), [(0, 1e-4), (2, 0.01), (1, 0.3)])
-def test_a_trust_region_keeps_its_bound_on_a_language_model(seed: int, delta: float) -> None:
+def test_trust_region_satisfies_its_bound_on_a_language_model(seed: int, delta: float) -> None:
     """The KL is measured here by another way: whole distributions of the plain form."""
     lm = model_of(seed=seed)
     algorithm = replace(ALGORITHMS["trpo"], update=replace(ALGORITHMS["trpo"].update, delta=delta))
@@ -567,14 +567,14 @@ def test_a_trust_region_keeps_its_bound_on_a_language_model(seed: int, delta: fl
 
 
 @pytest.mark.parametrize("lora", [0, 4])
-def test_a_trust_region_in_bfloat16_is_refused_with_adapters_too(lora: int, tiny_folder: Path) -> None:
+def test_trust_region_in_bfloat16_is_rejected_also_with_adapters(lora: int, tiny_folder: Path) -> None:
     """Adapters are in float32, and the model around them is not."""
     lm = CausalLM(str(tiny_folder), dtype="bfloat16", device="cpu", lora=lora).load()
     with pytest.raises(ConfigError, match=r"--policy\.dtype float32"):
         learner_of(lm, ALGORITHMS["trpo"])
 
 
-def test_a_sampler_that_nobody_loads_sees_every_step() -> None:
+def test_engine_that_shares_parameters_sees_every_step() -> None:
     """Held-out answers beside offline data are drawn with one. A fused optimizer does not count its changes."""
     lm, row = model_of(), ALGORITHMS["reinforce"]
     sampler, prompts = sampler_of(lm, limit=6), Prompts.of(prompts_of())
@@ -588,7 +588,7 @@ def test_a_sampler_that_nobody_loads_sees_every_step() -> None:
 
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("row", ["grpo", "ppo", "trpo"])
-def test_a_share_without_rows_has_a_gradient_of_0(row: str, shares: bool) -> None:
+def test_empty_share_has_zero_gradient(row: str, shares: bool) -> None:
     """As a rank has it that got no prompt: every sum is 0, and every parameter has a gradient."""
     lm, algorithm = model_of(), ALGORITHMS[row]
     lm.can_share_prompts = shares

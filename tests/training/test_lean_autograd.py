@@ -16,7 +16,7 @@ def parameters(dtypes: tuple[torch.dtype, ...]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("update", [Adam(), Adam(lr=0.1, beta1=0.5, beta2=0.9, eps=1e-3, weight_decay=0.1)])
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.float64,) * 3, (torch.float32, torch.float64)])
-def test_a_lightened_step_has_the_bits_of_torchs(update: Adam, dtypes: tuple[torch.dtype, ...]) -> None:
+def test_lean_optimizer_step_is_bitwise_equal_to_torch(update: Adam, dtypes: tuple[torch.dtype, ...]) -> None:
     """Over rates that change, gradients that are missing, and moments that are put in place of the old ones."""
     ours, theirs = parameters(dtypes), parameters(dtypes)
     light, whole = use_fused_adamw(update.optimizer(ours)), update.optimizer(theirs)
@@ -36,7 +36,7 @@ def test_a_lightened_step_has_the_bits_of_torchs(update: Adam, dtypes: tuple[tor
                 light.state[one].update(copy.deepcopy(light.state[one]))
 
 
-def test_a_step_without_a_gradient_moves_nothing() -> None:
+def test_step_without_gradient_changes_nothing() -> None:
     (one,) = ours = parameters((torch.float32,))
     light, before = use_fused_adamw(Adam().optimizer(ours)), one.detach().clone()
     assert light is not None
@@ -44,14 +44,14 @@ def test_a_step_without_a_gradient_moves_nothing() -> None:
     assert torch.equal(one, before)
 
 
-def test_other_optimizers_stay_as_they_are() -> None:
+def test_other_optimizers_are_unchanged() -> None:
     plain = torch.optim.AdamW(parameters((torch.float32,)), fused=False)
     use_fused_adamw(plain)
     assert "step" not in vars(plain)
     assert use_fused_adamw(None) is None
 
 
-def test_a_backward_pass_has_the_bits_of_torchs() -> None:
+def test_lean_backward_is_bitwise_equal_to_torch() -> None:
     ours, theirs = parameters((torch.float32,) * 2), parameters((torch.float32,) * 2)
     for one, other in (ours, theirs):
         for _ in range(2):  # gradients add up

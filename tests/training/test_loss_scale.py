@@ -53,7 +53,7 @@ def error(found: torch.Tensor, want: torch.Tensor) -> float:
 
 @pytest.mark.long
 @pytest.mark.parametrize("factor", [1e-12, 1e-4, 1e-2, 1.0, 1e7])
-def test_gradients_neither_vanish_nor_overflow_whatever_the_size_of_the_advantages(factor: float) -> None:
+def test_gradients_neither_underflow_nor_overflow_for_any_advantage_scale(factor: float) -> None:
     for limit in (12, 4096):
         exact, narrow = learner_of(torch.float32), learner_of(torch.float16)
         mini = mini_of(factor, limit)
@@ -64,7 +64,7 @@ def test_gradients_neither_vanish_nor_overflow_whatever_the_size_of_the_advantag
 
 @pytest.mark.long
 @pytest.mark.parametrize("factor", [1e-5, 1.0, 1e5])
-def test_a_critic_of_its_own_has_its_own_scale(factor: float) -> None:
+def test_separate_critic_has_separate_loss_scale(factor: float) -> None:
     found = []
     for dtype in (torch.float32, torch.float16):
         learner = learner_of(dtype, PPO)
@@ -77,7 +77,7 @@ def test_a_critic_of_its_own_has_its_own_scale(factor: float) -> None:
     assert error(found[1], found[0]) < 0.02
 
 
-def test_what_was_measured_is_in_the_checkpoint_and_a_resume_leaves_the_same_bits() -> None:
+def test_loss_scale_is_saved_and_resume_is_bitwise_equal() -> None:
     mini = mini_of(1e-4, 4096)
     one = learner_of(torch.float16)
     for _ in range(2):
@@ -95,7 +95,7 @@ def test_what_was_measured_is_in_the_checkpoint_and_a_resume_leaves_the_same_bit
     assert float(one.state()["loss_scale"]["policy"][0]) == 2 * float(saved["loss_scale"]["policy"][0])
 
 
-def test_a_gradient_without_a_step_leaves_the_scale_as_it_was() -> None:
+def test_gradient_without_step_keeps_loss_scale() -> None:
     """Trials before a run compute gradients too."""
     learner = learner_of(torch.float16)
     before = learner.state()["loss_scale"]["policy"]
@@ -103,21 +103,21 @@ def test_a_gradient_without_a_step_leaves_the_scale_as_it_was() -> None:
     assert torch.equal(learner.state()["loss_scale"]["policy"], before)
 
 
-def test_what_no_scale_can_help_is_said_with_what_to_set() -> None:
+def test_non_finite_gradient_at_any_scale_raises_with_advice() -> None:
     learner = learner_of(torch.float16)
     mini = mini_of(1.0, 12)
     with pytest.raises(RunError, match=r"--policy\.dtype mixed or float32"):
         learner.gradient(mini.add(advantage=mini.advantage * math.nan), ROW.objective)
 
 
-def test_a_trust_region_in_float16_is_refused() -> None:
+def test_trust_region_in_float16_is_rejected() -> None:
     row = ALGORITHMS["trpo"]
     with pytest.raises(ConfigError, match="trust-region with parameters in half precision"):
         LanguageLearner(model_of(dtype=torch.float16), row.update, False, row.outputs)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_scales_follow_random_losses(seed: int) -> None:
+def test_loss_scale_adapts_to_random_losses(seed: int) -> None:
     """Against exact gradients, rounded to float16 as a backward pass would. Few updates are computed twice."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     p = torch.zeros(64, requires_grad=True)

@@ -70,7 +70,7 @@ def cost(part: Batch, shared: bool, repeat: float, padded: bool) -> float:
 @pytest.mark.long
 @settings(max_examples=80, deadline=None)
 @given(lengths(48), st.integers(1, 600), st.booleans(), st.sampled_from([0.0, 0.1, 2.0]), st.booleans())
-def test_no_part_is_above_the_budget_unless_it_is_one_response(
+def test_micro_batches_exceed_the_budget_only_with_one_response(
     shapes: tuple[list[int], list[list[int]]], budget: int, shared: bool, repeat: float, padded: bool
 ) -> None:
     """Whatever the mixture of lengths; and every response is in one part, in order."""
@@ -85,7 +85,7 @@ def test_no_part_is_above_the_budget_unless_it_is_one_response(
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_pair_is_never_cut(shared: bool) -> None:
+def test_preference_pairs_are_never_split(shared: bool) -> None:
     pairs = batch_with([3, 4], [[50, 60], [5, 6]], sampled=False)
     assert [part.mask.shape[:2] for part in split_batch(pairs, 20, shared)] == [(1, 2), (1, 2)]
 
@@ -117,7 +117,7 @@ def kept_by(lm: Any, batch: Batch) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "Gemma3Text", "Bloom"])
-def test_autograd_keeps_no_more_than_was_foreseen(kind: str) -> None:
+def test_saved_activations_do_not_exceed_the_estimate(kind: str) -> None:
     """By the measured bytes of a token, with repeated prompts and padded groups; masks of attention are n² beside."""
     lm = one_model(kind)
     measured = max(activation_bytes_per_token(lm), 3 * planning._layer_bytes(lm))
@@ -128,7 +128,7 @@ def test_autograd_keeps_no_more_than_was_foreseen(kind: str) -> None:
         assert kept_by(lm, batch) <= 1.02 * measured * cost(batch, True, repeat, True) + masks
 
 
-def test_measuring_leaves_nothing_behind() -> None:
+def test_measuring_frees_its_memory() -> None:
     """Passes that hold what they have made are never freed, and with them parameters that a sampler has moved since."""
     lm = one_model("Llama")
     places = [p.untyped_storage()._cdata for p in lm.model.parameters()]
@@ -137,7 +137,7 @@ def test_measuring_leaves_nothing_behind() -> None:
     assert [torch._C._storage_Use_Count(index) for index in places] == before  # type: ignore[attr-defined]
 
 
-def test_layers_share_the_mask_of_attention() -> None:
+def test_layers_share_the_attention_mask() -> None:
     """Its size is the square of a length: one for each layer would soon be more than all else."""
     lm, masks = one_model("Llama"), set()
 
@@ -151,11 +151,11 @@ def test_layers_share_the_mask_of_attention() -> None:
     assert len(masks) == 1 and len(hidden) == 64
 
 
-def test_a_cpu_takes_a_fixed_number_of_tokens() -> None:
+def test_cpu_has_a_fixed_token_budget() -> None:
     assert plan_micro_batches(one_model("Llama"), False) == MicroBatchPlan(CPU_TOKENS)
 
 
-def test_a_card_takes_what_it_should_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_token_budget_follows_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: 0.6 of what is left beside state and head, over the bytes of a token, of which one layer works."""
     lm = model_of(dtype=torch.float32)
     layer, repeated = 4 * (11 * 32 + 4 * 48), 3 * 2 * 4 * 8 * 4
@@ -178,7 +178,7 @@ def test_a_card_takes_what_it_should_hold(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.long
-def test_a_response_that_does_not_fit_computes_its_layers_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_response_over_budget_uses_activation_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient is the same; parts that fit keep what they computed."""
     lm, algorithm = model_of(), ALGORITHMS["dr-grpo"]
     batch = batch_of(lm, limit=24)
@@ -210,7 +210,7 @@ def test_a_response_that_does_not_fit_computes_its_layers_twice(monkeypatch: pyt
         ),
     ],
 )
-def test_the_preflight_says_how_an_update_is_cut(plan: MicroBatchPlan, words: list[str]) -> None:
+def test_preflight_reports_micro_batches(plan: MicroBatchPlan, words: list[str]) -> None:
     """At the limits: 2 prompts of 60 tokens with 4 responses of 100, which are 460 tokens each."""
     task, lm, report = SimpleNamespace(max_prompt=60, room=100), one_model("Llama"), PreflightReport()
     config: Any = SimpleNamespace(task=task, prompts=2, samples=4, minibatches=1)
@@ -227,7 +227,7 @@ def _plain(more: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
-def test_operations_are_those_that_torch_counts(kind: str) -> None:
+def test_operation_count_matches_torch(kind: str) -> None:
     """Of the products, in a plain forward pass: a third of blocks and a quarter of the head; attention by hand."""
     lm = one_model(kind)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -241,7 +241,7 @@ def test_operations_are_those_that_torch_counts(kind: str) -> None:
     assert (every - attention - 8 * head * 12 - 6 * small * 20) // 3 + 2 * head * 20 == products
 
 
-def test_a_shared_prompt_is_computed_once() -> None:
+def test_shared_prompt_is_computed_once() -> None:
     lm = one_model("Llama")
     every, attention = update_operations(lm, [10], [[5, 5]])
     lm.can_share_prompts = False

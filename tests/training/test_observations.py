@@ -117,7 +117,7 @@ def same_at_actions(numbers: Tensor, alone: Tensor, batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_length_extent_and_the_last_action(name: str) -> None:
+def test_length_extent_and_last_action(name: str) -> None:
     batch = observed(name)
     rows = list(itertools.chain(*LAYOUTS[name]))
     assert batch.length.flatten().tolist() == [row.count("a") for row in rows]
@@ -128,7 +128,7 @@ def test_length_extent_and_the_last_action(name: str) -> None:
         assert numbers[row.rindex("a")] == reward and int((numbers != 0).sum()) == 1
 
 
-def test_by_default_what_is_present_is_the_mask() -> None:
+def test_present_defaults_to_mask() -> None:
     mask = torch.tensor([[[True, True, False]]])
     rollouts = Rollouts(torch.zeros(1, 1, dtype=torch.long), mask.long(), mask, mask.double(), 3, mask.any(-1))
     assert torch.equal(rollouts.present, mask) and not rollouts.has_gaps
@@ -137,13 +137,13 @@ def test_by_default_what_is_present_is_the_mask() -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("credit", [*ADVANTAGES, *VALUES], ids=lambda c: c.__name__)
-def test_credit_is_that_of_the_actions_alone(credit: Any, name: str) -> None:
+def test_advantages_ignore_observations(credit: Any, name: str) -> None:
     batch, state = observed(name), {"baseline": 0.3}
     same_at_actions(credit()(batch, state), credit()(actions_alone(batch), state), batch)
 
 
 @pytest.mark.parametrize("credit", [c for c in (*ADVANTAGES, *VALUES) if c is not Greedy], ids=lambda c: c.__name__)
-def test_credit_of_rewards_per_token(credit: Any) -> None:
+def test_advantages_of_per_token_rewards(credit: Any) -> None:
     """Where all responses of a group are observed at the same places, so that means at an index mean the same."""
     mask = marked((("aooaa.oa",) * 3,) * 2, "a")
     batch = observed("in the middle", mask=mask, present=marked((("aooaa.oa",) * 3,) * 2, "ao"))
@@ -153,7 +153,7 @@ def test_credit_of_rewards_per_token(credit: Any) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_cut_response_is_continued_with_the_value_behind_its_last_token(name: str) -> None:
+def test_truncated_response_bootstraps_from_the_value_after_its_last_token(name: str) -> None:
     batch = observed(name)
     batch = batch.add(truncated=torch.ones_like(batch.truncated))
     credit = GAE(0.9, 0.8, bootstrap=True)
@@ -163,7 +163,7 @@ def test_a_cut_response_is_continued_with_the_value_behind_its_last_token(name: 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_weights_are_those_of_the_actions_alone(weights: Any, name: str) -> None:
+def test_weights_ignore_observations(weights: Any, name: str) -> None:
     batch = observed(name)
     weight = weights()(batch)
     same_at_actions(weight, weights()(actions_alone(batch)), batch)
@@ -172,12 +172,12 @@ def test_weights_are_those_of_the_actions_alone(weights: Any, name: str) -> None
         close(weight[batch.mask], torch.full_like(weight[batch.mask], 1 / 48))
 
 
-def test_overlong_shaping_counts_drawn_tokens_and_no_observations() -> None:
+def test_overlong_penalty_counts_actions_only() -> None:
     """Margin 6 of 8: the penalty begins at 2 drawn tokens. Drawn are 4, 2, 8 and 3, 3, 1."""
     close(Overlong(6)(observed("in the middle")).squeeze(-1), f64([[-1 / 3, 0, -1], [-1 / 6, -1 / 6, 0]]))
 
 
-def test_a_reward_with_an_observation_is_the_last_actions() -> None:
+def test_reward_at_an_observation_belongs_to_the_last_action() -> None:
     """1 before any action goes to the first one, 8 and 16 come with observations behind the second."""
     batch = observed("in the middle").select(slice(1, 2), slice(0, 1))
     assert LAYOUTS["in the middle"][1][0] == "oaaoa..."
@@ -185,7 +185,7 @@ def test_a_reward_with_an_observation_is_the_last_actions() -> None:
     close(rewards_on_actions(batch, reward), f64([[[0, 3, 12, 0, 16, 0, 0, 0]]]))
 
 
-def test_a_response_without_actions_has_no_reward_per_token() -> None:
+def test_response_without_actions_has_no_token_reward() -> None:
     """Nothing that the policy did earned it; what is paid for the other response stays whole."""
     batch = observed("in the middle").select(slice(1, 2), slice(0, 2))
     mask = batch.mask.clone()
@@ -197,7 +197,7 @@ def test_a_response_without_actions_has_no_reward_per_token() -> None:
     assert not moved[0, 1].any() and moved[0, 0].sum() == reward[0, 0].sum()
 
 
-def test_join_keeps_what_is_present_and_who_drew_it() -> None:
+def test_join_keeps_present_tokens_and_versions() -> None:
     first = observed("in the middle", version=torch.full((2, 3, 1), 4), turn=torch.ones(2, 3, 8, dtype=torch.long))
     wide = observed("with gaps", version=torch.arange(48).view(2, 3, 8), turn=torch.zeros(2, 3, 8, dtype=torch.long))
     pad = {n: torch.nn.functional.pad(getattr(wide, n), (0, 2)) for n in ("response", "mask", "present")}
@@ -225,7 +225,7 @@ class Pays(Task):
         return " ".join(map(str, ids))
 
 
-def test_the_tasks_score_is_added_to_what_rollouts_bring() -> None:
+def test_task_score_is_added_to_environment_rewards() -> None:
     made = observed("in the middle")
     notes = np.array([["by the game", "", ""], ["", "", ""]], dtype=object)
     valid = torch.tensor([[True, True, True], [True, False, True]])
@@ -245,7 +245,7 @@ def test_the_tasks_score_is_added_to_what_rollouts_bring() -> None:
     close(score_rollouts(Pays(), outcome)[0].reward.squeeze(-1), made.length + 1.0)
 
 
-def test_the_lag_between_versions_is_no_mismatch() -> None:
+def test_staleness_is_not_counted_as_mismatch() -> None:
     """Tokens of step 5 differ by 0.01 (two engines); those of steps 3 and 4 by 0.5 (two versions)."""
     batch = observed("in the middle")
     version = torch.where(torch.arange(8) < 2, 5, torch.where(torch.arange(8) < 5, 4, 3)).expand(2, 3, 8)
@@ -280,7 +280,7 @@ def plain_logp(policy: Any, batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_small_transformer_sees_observations_and_scores_actions(name: str) -> None:
+def test_small_transformer_reads_observations_and_scores_actions(name: str) -> None:
     policy, batch = policy_of(TINY, SPACE), observed(name)
     close(action_logprobs(log_probs(policy, batch), batch).detach(), plain_logp(policy, batch).detach())
     other = batch.add(response=torch.where(batch.present & ~batch.mask, (batch.response + 1) % 4, batch.response))
@@ -291,7 +291,7 @@ def test_a_small_transformer_sees_observations_and_scores_actions(name: str) -> 
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_small_critics_values_at_every_state(name: str) -> None:
+def test_small_critic_values_at_every_state(name: str) -> None:
     policy = policy_of(TINY, SPACE)
     critic, batch = critic_of(policy), observed(name)
     values = values_of(critic, batch)
@@ -305,7 +305,7 @@ def test_a_small_critics_values_at_every_state(name: str) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("row", ["reinforce", "grpo", "gspo", "ppo"])
-def test_the_gradient_is_that_of_the_actions(row: str, name: str) -> None:
+def test_gradient_comes_from_actions_only(row: str, name: str) -> None:
     """∇ Σ weight · surrogate, with log-probs from plain forward passes, is the learner's own."""
     algorithm = ALGORITHMS[row]
     policy = policy_of(TINY, SPACE)
@@ -350,7 +350,7 @@ def language_logp(lm: Any, batch: Batch) -> Tensor:
 @pytest.mark.long
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_language_model_sees_observations_and_scores_actions(name: str, shares: bool) -> None:
+def test_language_model_reads_observations_and_scores_actions(name: str, shares: bool) -> None:
     lm, batch = model_of(), language_batch(name)
     lm.can_share_prompts = shares
     learner = LanguageLearner(lm, ALGORITHMS["grpo"].update, True, frozenset())
@@ -372,7 +372,7 @@ def test_a_language_model_sees_observations_and_scores_actions(name: str, shares
 
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_language_critics_values(name: str, shares: bool) -> None:
+def test_language_critic_values(name: str, shares: bool) -> None:
     """Before every action, and behind the last token."""
     lm, batch = model_of(), language_batch(name)
     lm.can_share_prompts = shares
@@ -394,7 +394,7 @@ def test_a_language_critics_values(name: str, shares: bool) -> None:
 
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_ratings_are_read_behind_the_last_token_and_behind_actions(name: str, shares: bool) -> None:
+def test_ratings_are_read_after_the_last_token_and_after_actions(name: str, shares: bool) -> None:
     batch = language_batch(name)
     for reads_steps in (False, True):
         lm = add_head(model_of(), bias=reads_steps)
@@ -416,7 +416,7 @@ def test_ratings_are_read_behind_the_last_token_and_behind_actions(name: str, sh
 
 @pytest.mark.long
 @pytest.mark.parametrize("decoder", [PagedRunner, EagerRunner, "graphs"])
-def test_an_observation_that_does_not_fit_ends_its_response(decoder: Any) -> None:
+def test_observation_that_does_not_fit_ends_the_response(decoder: Any) -> None:
     """The response counts as cut off; nothing is drawn behind its end token."""
     lm = model_of()
     sampler = sampler_of(lm, limit=24, rows=5)
@@ -436,7 +436,7 @@ def test_an_observation_that_does_not_fit_ends_its_response(decoder: Any) -> Non
 
 @pytest.mark.long
 @pytest.mark.parametrize("decoder", [PagedRunner, EagerRunner, "graphs"])
-def test_a_decoder_extends_a_response(decoder: Any) -> None:
+def test_decoder_extends_a_response(decoder: Any) -> None:
     """A turn that ends is answered, twice at most; log-probs are those of one plain forward pass over everything."""
     lm = model_of()
     sampler = sampler_of(lm, limit=24, rows=5)
@@ -465,7 +465,7 @@ def test_a_decoder_extends_a_response(decoder: Any) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_records_hold_what_is_there_and_the_viewer_reads_actions(name: str, tmp_path: Path) -> None:
+def test_records_hold_observations_and_the_viewer_reads_actions(name: str, tmp_path: Path) -> None:
     batch = observed(name)
     turn = torch.arange(8).expand(batch.mask.shape)
     batch = batch.add(turn=turn, logp_old=batch.logp_sampler, prompt_index=torch.arange(2))
@@ -492,7 +492,7 @@ def test_records_hold_what_is_there_and_the_viewer_reads_actions(name: str, tmp_
         close([r for r in shown["ratio"] if r is not None], [round(float(np.exp(0.1)), 5)] * int(acted.sum()), 1e-5)
 
 
-def test_a_file_of_plain_responses_is_as_it_was(tmp_path: Path) -> None:
+def test_single_turn_rollout_file_has_no_observation_columns(tmp_path: Path) -> None:
     """Without observations there is no column for them."""
     batch = actions_alone(observed("in the middle")).add(prompt_index=torch.arange(2), advantage=torch.zeros(2, 3, 1))
     batch = batch.add(logp_old=batch.logp_sampler)

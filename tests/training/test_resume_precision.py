@@ -39,7 +39,7 @@ def reward(response: str) -> float:
 
 @pytest.mark.long
 @pytest.mark.parametrize("more", mostly_smokes([{}, {"policy.lora": 4}, {"algorithm": "ppo"}], {}), ids=str)
-def test_a_run_begun_on_a_cpu_resumes_to_the_same_bits_where_auto_is_bfloat16(
+def test_run_started_on_cpu_resumes_bitwise_equal_where_auto_is_bfloat16(
     more: dict[str, Any], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = {"prompts": 2, "samples": 4, "max_tokens": 8, "eval_every": 100, "eval_prompts": 1, "reward_workers": 1}
@@ -101,7 +101,7 @@ def exact_parameters(learner: LanguageLearner) -> dict[str, torch.Tensor]:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of processors without bfloat16
 @pytest.mark.parametrize("kind", mostly_smokes(KINDS, "policy", "reward model with adapters", "critic"))
-def test_every_form_of_state_continues_from_every_other(kind: str) -> None:
+def test_every_state_format_resumes_from_every_other(kind: str) -> None:
     """Nothing of the trained parameters is lost: they are those of the checkpoint in float32, before and after a step.
 
     Half precision has nothing to save that float32 lacks, so the parameters in float32 are an independent measure.
@@ -139,7 +139,7 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "float32"])
-def test_parameters_that_differ_from_the_checkpoint_after_loading_are_refused(form: str) -> None:
+def test_parameters_that_differ_from_the_checkpoint_after_loading_are_rejected(form: str) -> None:
     """The copies that are stepped are of another time than the parameters beside them."""
     learner, _ = learner_of("critic", form)
     state = {group: {name: t.clone() for name, t in own.items()} for group, own in learner.state().items()}

@@ -34,7 +34,7 @@ class InAnyOrder(TorchDispatchMode):
 
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("name", ["grpo", "dr-grpo", "gspo"])
-def test_an_update_of_a_language_model_adds_up_in_one_order(name: str, shares: bool) -> None:
+def test_language_model_update_is_deterministic(name: str, shares: bool) -> None:
     lm, algorithm = model_of(dtype=torch.float32), ALGORITHMS[name]
     lm.can_share_prompts = shares
     learner = learner_of(lm, algorithm)
@@ -44,7 +44,7 @@ def test_an_update_of_a_language_model_adds_up_in_one_order(name: str, shares: b
     assert not order.seen
 
 
-def test_a_critic_adds_up_in_one_order() -> None:
+def test_critic_update_is_deterministic() -> None:
     lm = model_of(dtype=torch.float32)
     batch = batch_of(lm)
     critic = LanguageCritic(lm, shared=False)
@@ -53,7 +53,7 @@ def test_a_critic_adds_up_in_one_order() -> None:
     assert not order.seen and any(p.grad is not None for p in critic.separate_backbone.parameters())
 
 
-def test_a_policy_of_positions_adds_up_in_one_order() -> None:
+def test_positional_policy_update_is_deterministic() -> None:
     policy = PerPosition()(Space(vocab=5, prompt_length=3, limit=3), torch.Generator().manual_seed(0))
     with InAnyOrder() as order:
         policy.all_logits(torch.tensor([[1, 1, 2], [1, 0, 2]])).sum().backward()
@@ -75,7 +75,7 @@ print(len(found))
 """
 
 
-def test_gradients_of_a_row_that_many_ask_for_have_the_same_bits_every_time() -> None:
+def test_gradients_of_a_repeated_index_are_deterministic() -> None:
     """In a process of its own, for threads that were made once are not there after a fork."""
     done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == ["1"]

@@ -45,7 +45,9 @@ def seen_by(lengths: list[tuple[int, tuple[int, ...]]]) -> Tensor:
     ids=["all alike", "uneven", "mixed"],
 )
 @pytest.mark.parametrize(("heads", "shared"), [(4, 4), (6, 2)])
-def test_groups_at_once_see_what_each_sees(lengths: list[tuple[int, tuple[int, ...]]], heads: int, shared: int) -> None:
+def test_batched_groups_match_separate_attention(
+    lengths: list[tuple[int, tuple[int, ...]]], heads: int, shared: int
+) -> None:
     """Outputs and gradients, against one mask over the whole row."""
     generator, groups, start = torch.Generator().manual_seed(0), [], 0
     for prompt, responses in lengths:
@@ -62,7 +64,7 @@ def test_groups_at_once_see_what_each_sees(lengths: list[tuple[int, tuple[int, .
         assert (a - b).abs().max() < 1e-12
 
 
-def test_groups_of_the_same_lengths_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_equal_lengths_share_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     plain = F.scaled_dot_product_attention
     monkeypatch.setattr(
@@ -74,7 +76,7 @@ def test_groups_of_the_same_lengths_are_one_call(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_norm_has_the_slope_of_its_formula(frozen: bool) -> None:
+def test_rms_norm_matches_autograd(frozen: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, 4, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=not frozen)
@@ -86,14 +88,14 @@ def test_a_norm_has_the_slope_of_its_formula(frozen: bool) -> None:
         slope.sum().backward()
 
 
-def test_a_gate_has_the_slope_of_its_formula() -> None:
+def test_swiglu_matches_autograd() -> None:
     generator = torch.Generator().manual_seed(0)
     gate, up = (torch.randn(3, 5, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(SwiGLUFunction.apply, (gate, up))
     assert (SwiGLUFunction.apply(gate, up) - F.silu(gate) * up).abs().max() < 1e-12
 
 
-def test_a_turn_is_that_of_transformers_and_its_slope_turns_back() -> None:
+def test_rope_matches_transformers_and_its_gradient_rotates_back() -> None:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     x = torch.randn(1, 5, 3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).transpose(1, 2)
@@ -105,7 +107,7 @@ def test_a_turn_is_that_of_transformers_and_its_slope_turns_back() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma", "GPT2"])
-def test_the_gradient_in_float32_is_that_in_float64(kind: str) -> None:
+def test_float32_gradient_matches_float64(kind: str) -> None:
     """The model in float64 computes as transformers wrote it."""
     algorithm, found = ALGORITHMS["dr-grpo"], []
     for dtype in (torch.float64, torch.float32):
@@ -120,7 +122,7 @@ def replaced(learner: LanguageLearner) -> int:
     return sum("forward" in vars(module) for module in learner.lm.model.modules())
 
 
-def test_norms_and_gates_are_replaced_in_float32_where_nothing_is_differentiated_twice() -> None:
+def test_layers_are_fused_in_float32_without_double_backward() -> None:
     algorithm = ALGORITHMS["dr-grpo"]
     for dtype, count in ((torch.float32, 5 + 2), (torch.bfloat16, 0), (torch.float64, 0)):
         assert replaced(learner_of(model_of(dtype=dtype), algorithm)) == count
@@ -129,7 +131,7 @@ def test_norms_and_gates_are_replaced_in_float32_where_nothing_is_differentiated
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_model_that_learned_can_be_copied_in_another_type(dtype: torch.dtype) -> None:
+def test_trained_model_can_be_copied_to_another_dtype(dtype: torch.dtype) -> None:
     ids, lm = torch.arange(6)[None], model_of(dtype=torch.float32)
     with torch.no_grad():
         want = lm.model(input_ids=ids).logits
@@ -139,7 +141,7 @@ def test_a_model_that_learned_can_be_copied_in_another_type(dtype: torch.dtype) 
     assert got.dtype == dtype and (got - want).abs().max() < bound * want.abs().max()
 
 
-def test_a_pass_within_a_pass_turns_by_the_same_function() -> None:
+def test_nested_forward_uses_the_same_rope_function() -> None:
     """As of a critic that is fitted: what was found out about a model's own function is not found out again."""
     model = model_of(dtype=torch.float32).model
     checked = fused_layers._rope_matches.cache_info().currsize

@@ -46,7 +46,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Phi3"])
-def test_segments_see_what_groups_see(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_segments_match_groups(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden states, and their gradient in every parameter, are those of a group at a time."""
     lm = model_of(kind)
     batch, found = awkward(lm), []
@@ -62,7 +62,7 @@ def test_segments_see_what_groups_see(kind: str, monkeypatch: pytest.MonkeyPatch
         assert (a - b).abs().max() < 1e-10 * max(1.0, float(a.abs().max()))
 
 
-def test_the_segments_of_a_row() -> None:
+def test_varlen_segments_of_a_row() -> None:
     """A prompt of 3 with responses of 2 and 1, then a prompt of 2 alone: derived by hand."""
     spans = VarlenSegments.of([PackedGroup(0, 3, (2, 1)), PackedGroup(6, 2, ())], torch.device("cpu"))
     assert spans.cu_seqlens_q.tolist() == [0, 3, 5, 6, 8]
@@ -76,7 +76,9 @@ def test_the_segments_of_a_row() -> None:
 @on_gpu
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 1e-2), (torch.float32, 1e-5)])
 @pytest.mark.parametrize(("heads", "shared", "channel"), [(9, 3, 64), (12, 2, 128)])
-def test_the_kernel_is_the_formula(heads: int, shared: int, channel: int, dtype: torch.dtype, bound: float) -> None:
+def test_flash_varlen_matches_reference(
+    heads: int, shared: int, channel: int, dtype: torch.dtype, bound: float
+) -> None:
     torch.manual_seed(0)
     groups = [PackedGroup(0, 37, (130, 1, 64)), PackedGroup(232, 5, (300,)), PackedGroup(537, 3, ())]
     spans = VarlenSegments.of(groups, torch.device("cuda"))
@@ -104,7 +106,7 @@ def numbers(entropy_gradient: bool, *values: Tensor, mix: Tensor, inputs: tuple[
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize(("temperature", "scale"), [(1.0, 1.0), (0.7, 1.5)])
-def test_the_fused_head_is_exact(entropy_gradient: bool, temperature: float, scale: float) -> None:
+def test_fused_head_matches_reference(entropy_gradient: bool, temperature: float, scale: float) -> None:
     torch.manual_seed(0)
     h, w, b = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((11, 6), (19, 6), (19,)))
     target, mix = torch.randint(19, (11,)), torch.randn(2, 11, dtype=torch.float64)
@@ -119,7 +121,7 @@ def test_the_fused_head_is_exact(entropy_gradient: bool, temperature: float, sca
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("more", [{}, {"scale": 0.5}, {"cap": 30.0}], ids=str)
-def test_logits_are_in_float32_before_the_softmax_without_kernels_too(
+def test_logits_are_float32_before_the_softmax_without_kernels(
     dtype: torch.dtype, more: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits as large as 36, which bfloat16 would round by 0.125."""
@@ -146,7 +148,7 @@ def _exact_logp(head: LMHead, h: Tensor, target: Tensor) -> tuple[Tensor, Tensor
 
 
 @on_gpu
-def test_what_mixed_keeps_of_a_token_is_what_plans_charge() -> None:
+def test_mixed_precision_memory_matches_the_plan() -> None:
     """The residual stream in float32, at the two norms of each layer."""
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64}
     kept = {}
@@ -163,7 +165,7 @@ def test_what_mixed_keeps_of_a_token_is_what_plans_charge() -> None:
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("vocab", [1000, 49_152])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_head_kernels_are_the_formulas(entropy_gradient: bool, vocab: int, dtype: torch.dtype) -> None:
+def test_head_kernels_match_reference(entropy_gradient: bool, vocab: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     shapes = ((70, 64), (vocab, 64), (vocab,))
     h, w, b = (torch.randn(*s, device="cuda", dtype=dtype).requires_grad_() for s in shapes)
@@ -180,7 +182,7 @@ def test_the_head_kernels_are_the_formulas(entropy_gradient: bool, vocab: int, d
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
-def test_the_heads_gradient_is_summed_over_chunks_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_gradient_is_accumulated_over_chunks_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 a sum over 85 chunks is 0.85 % off, because each addition is rounded; a chunk alone is 0.15 %."""
     torch.manual_seed(0)
     weight, bias = (torch.randn(64, 32) * 0.2).bfloat16(), torch.randn(64).bfloat16()
@@ -198,9 +200,7 @@ def test_the_heads_gradient_is_summed_over_chunks_in_float32(monkeypatch: pytest
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
-def test_exact_kl_reads_the_same_logits_in_the_update_as_in_scoring(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exact_kl_uses_the_same_logits_in_update_and_scoring(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a reference (the update) as without one (scoring), logits come out of the product unrounded."""
     if device == "cpu":
         monkeypatch.setattr(head_module, "lm_head_kernels", lambda _: LMHeadReference)
@@ -224,7 +224,7 @@ def placed(batch: Batch) -> DeviceBatch:
 
 
 @pytest.mark.parametrize("shares", [True, False])
-def test_a_placed_batch_is_the_batch(shares: bool) -> None:
+def test_packed_batch_matches_batch(shares: bool) -> None:
     lm = model_of()
     lm.can_share_prompts = shares
     algorithm = ALGORITHMS["grpo"]
@@ -237,7 +237,7 @@ def test_a_placed_batch_is_the_batch(shares: bool) -> None:
     assert to_device(batch, torch.device("cpu")) is batch
 
 
-def test_a_placed_batch_has_the_same_values() -> None:
+def test_packed_batch_has_the_same_values() -> None:
     lm = model_of()
     critic = LanguageCritic(lm, shared=False)
     torch.nn.init.normal_(critic.head.weight)
@@ -250,7 +250,7 @@ def test_a_placed_batch_has_the_same_values() -> None:
 
 
 @pytest.mark.long
-def test_gradients_of_micro_batches_are_summed_in_float32() -> None:
+def test_micro_batch_gradients_are_accumulated_in_float32() -> None:
     """Each part's gradient is bfloat16's, and their sum is float32's: small parts are not lost in it."""
     lm = model_of(dtype=torch.bfloat16)
     algorithm = ALGORITHMS["dr-grpo"]
@@ -270,7 +270,7 @@ def test_gradients_of_micro_batches_are_summed_in_float32() -> None:
     assert any(not torch.equal(p.grad, p.grad.bfloat16().float()) for p in learner.trainable())
 
 
-def test_training_begins_from_the_parameters_as_they_were_stored(tiny_folder: Path) -> None:
+def test_training_starts_from_stored_precision(tiny_folder: Path) -> None:
     """Not from their rounded values, from which a small step would not move the model at all."""
     stored = CausalLM(str(tiny_folder), dtype="float32", device="cpu").load().trained()
     lm = CausalLM(str(tiny_folder), dtype="bfloat16", device="cpu").load(keep_full_precision=True)
@@ -286,7 +286,7 @@ def test_training_begins_from_the_parameters_as_they_were_stored(tiny_folder: Pa
     assert not lm.full_precision_params, "they are kept once"
 
 
-def test_training_from_another_run_begins_from_that(tiny_folder: Path) -> None:
+def test_training_from_another_run_starts_from_its_parameters(tiny_folder: Path) -> None:
     lm = CausalLM(str(tiny_folder), dtype="bfloat16", device="cpu").load(keep_full_precision=True)
     with torch.no_grad():
         for p in lm.trained().values():
@@ -296,7 +296,7 @@ def test_training_from_another_run_begins_from_that(tiny_folder: Path) -> None:
         assert torch.equal(wide, p.float())
 
 
-def test_a_moving_reference_moves_in_bfloat16_too() -> None:
+def test_moving_average_reference_works_in_bfloat16() -> None:
     """A step of 1 % of a small gap is lost in bfloat16; the average is kept in float32, also by a checkpoint."""
     lm = model_of(dtype=torch.bfloat16)
     learner = LanguageLearner(lm, ALGORITHMS["grpo"].update, True, frozenset())
@@ -318,14 +318,14 @@ def test_a_moving_reference_moves_in_bfloat16_too() -> None:
         )
 
 
-def test_a_fused_model_can_be_copied() -> None:
+def test_fused_model_can_be_copied() -> None:
     lm = model_of(dtype=torch.bfloat16)
     fuse_layers(lm.model, fused_layers.ElementwiseReference)
     ids = torch.arange(6)[None]
     assert torch.equal(copy.deepcopy(lm.model)(ids).logits, lm.model(ids).logits)
 
 
-def test_a_part_of_a_placed_batch_knows_its_own_lengths() -> None:
+def test_sub_batch_of_a_packed_batch_has_its_lengths() -> None:
     lm = model_of()
     batch = awkward(lm)
     part = placed(batch).select(slice(1, 3))
@@ -335,7 +335,7 @@ def test_a_part_of_a_placed_batch_knows_its_own_lengths() -> None:
 # ---- what lies between the products ---------------------------------------------------------------
 
 
-def test_fused_parts_compute_the_same() -> None:
+def test_fused_layers_match_originals() -> None:
     """Against float64 the fused norm is at least as near as the one that rounds twice."""
     lm = model_of(dtype=torch.bfloat16)
     norm, x = lm.model.model.norm, torch.randn(64, 32).bfloat16()
@@ -349,7 +349,7 @@ def test_fused_parts_compute_the_same() -> None:
     assert "partial" in str(norm.forward)
 
 
-def test_parts_of_another_kind_are_left_alone() -> None:
+def test_unsupported_layers_are_not_fused() -> None:
     gemma = model_of("Gemma2", dtype=torch.bfloat16).model
     assert fuse_layers(gemma, fused_layers.ElementwiseReference) == 0, (
         "its norms add 1 to the weight, its gate is a GELU"
@@ -357,7 +357,7 @@ def test_parts_of_another_kind_are_left_alone() -> None:
     assert fuse_layers(model_of(dtype=torch.float64).model, fused_layers.ElementwiseReference) == 0
 
 
-def test_a_gate_has_the_gradient_of_its_formula() -> None:
+def test_fused_swiglu_matches_autograd() -> None:
     g, u = (torch.randn(5, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
     want = torch.nn.functional.silu(g) * u
     got = fused_layers._SwiGLUKernelFunction.apply(g, u, fused_layers.ElementwiseReference)
@@ -367,7 +367,7 @@ def test_a_gate_has_the_gradient_of_its_formula() -> None:
         assert (a - b).abs().max() < 1e-12
 
 
-def test_a_rotation_is_transformers_own_and_so_is_its_gradient() -> None:
+def test_fused_rope_and_gradient_match_transformers() -> None:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     x, angle = torch.randn(1, 3, 5, 8, dtype=torch.float64, requires_grad=True), torch.randn(1, 5, 4).double()
@@ -379,7 +379,7 @@ def test_a_rotation_is_transformers_own_and_so_is_its_gradient() -> None:
     assert (torch.autograd.grad(got, x, grad)[0] - torch.autograd.grad(want, x, grad)[0]).abs().max() < 1e-12
 
 
-def test_rotations_are_put_back() -> None:
+def test_rope_functions_are_restored() -> None:
     from transformers.models.llama import modeling_llama
 
     before = modeling_llama.apply_rotary_pos_emb
@@ -391,7 +391,7 @@ def test_rotations_are_put_back() -> None:
 
 
 @on_gpu
-def test_the_elementwise_kernels_are_the_formulas() -> None:
+def test_elementwise_kernels_match_reference() -> None:
     kernels, torch_ = load_kernels("triton_elementwise"), fused_layers.ElementwiseReference
     g, u, d = (torch.randn(300, 77, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     pairs = [(kernels.swiglu(g, u), torch_.swiglu(g.double(), u.double()))]
@@ -416,7 +416,7 @@ def test_the_elementwise_kernels_are_the_formulas() -> None:
 @pytest.mark.parametrize(
     ("dtype", "least"), [("bfloat16", 0.98), ("mixed", 0.98), ("float16", 0.999), ("float32", 0.999999)]
 )
-def test_an_update_on_a_gpu_has_the_gradient_of_the_cpu(row: str, dtype: str, least: float) -> None:
+def test_gpu_update_matches_cpu_gradient(row: str, dtype: str, least: float) -> None:
     """In any precision on the card, fused, in micro-batches, against float64 on the host in one piece."""
     algorithm, cosine = replace(ALGORITHMS[row]), []
     host, card = model_of(), model_of(dtype=torch.float32)
@@ -442,7 +442,7 @@ def test_an_update_on_a_gpu_has_the_gradient_of_the_cpu(row: str, dtype: str, le
 
 @on_gpu
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_critic_on_a_gpu_has_the_values_and_the_gradient_of_the_cpu(shared: bool) -> None:
+def test_gpu_critic_matches_cpu_values_and_gradient(shared: bool) -> None:
     """bfloat16 on the card, fused, in micro-batches, against float64 on the host; the head is in float32."""
     algorithm = replace(ALGORITHMS["ppo"], critic=SharedCritic() if shared else OwnCritic())
     host, card = model_of(), model_of(dtype=torch.float32)
@@ -469,7 +469,7 @@ def test_a_critic_on_a_gpu_has_the_values_and_the_gradient_of_the_cpu(shared: bo
     assert min(cosine) > 0.98
 
 
-def test_a_placed_batch_has_the_same_ratings() -> None:
+def test_packed_batch_has_the_same_ratings() -> None:
     lm = add_head(model_of())
     torch.nn.init.normal_(lm.model.rating.weight)
     batch = awkward(lm)

@@ -25,7 +25,7 @@ NCCL = {"engine_transport": "nccl"}
 
 @pytest.mark.long
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_arrive_by_a_broadcast_and_the_group_stays(stack: ExitStack, tied: bool) -> None:
+def test_weights_arrive_by_broadcast_over_a_persistent_group(stack: ExitStack, tied: bool) -> None:
     world = World(stack, servers=2, policy=NCCL, tie_word_embeddings=tied)
     for version in (0, 1):
         world.load(version)
@@ -39,7 +39,7 @@ def test_weights_arrive_by_a_broadcast_and_the_group_stays(stack: ExitStack, tie
         assert calls[1:] == cycle * 2
 
 
-def test_every_dtype_and_layout_is_broadcast_as_it_is() -> None:
+def test_broadcast_preserves_dtype_and_layout() -> None:
     tensors = {
         "half": torch.randn(3, 5).bfloat16(),
         "turned": torch.randn(4, 3).T,
@@ -65,7 +65,7 @@ def test_every_dtype_and_layout_is_broadcast_as_it_is() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("after", [0, 3])
-def test_after_a_broadcast_that_is_cut_off_another_group_is_made(stack: ExitStack, after: int) -> None:
+def test_interrupted_broadcast_creates_a_new_group(stack: ExitStack, after: int) -> None:
     world = World(stack, policy=NCCL)
     world.load(0)
     world.server.cut_off_after = after  # type: ignore[attr-defined]
@@ -76,14 +76,14 @@ def test_after_a_broadcast_that_is_cut_off_another_group_is_made(stack: ExitStac
 
 
 @pytest.mark.long
-def test_a_server_that_never_takes_part_is_trouble_within_the_deadline(stack: ExitStack) -> None:
+def test_server_that_never_joins_is_an_error_within_the_deadline(stack: ExitStack) -> None:
     world = World(stack, policy=NCCL, deadline=0.5)
     world.server.join = lambda _: None  # type: ignore[attr-defined]
     with pytest.raises(RunError, match=r"the engine was lost 4 times in a row|the engine is gone"):
         world.load(0)
 
 
-def test_what_fails_first_of_a_request_and_its_broadcast_is_raised() -> None:
+def test_first_failure_of_request_and_broadcast_is_raised() -> None:
     ended = threading.Event()
 
     async def refused() -> None:
@@ -99,7 +99,7 @@ def test_what_fails_first_of_a_request_and_its_broadcast_is_raised() -> None:
         asyncio.run(run_together(never(), lambda: print(1 / 0)))
 
 
-def test_the_store_is_on_loopback_and_a_group_of_a_gpu_is_nccls() -> None:
+def test_store_is_on_loopback_and_gpu_group_uses_nccl() -> None:
     group = WeightGroup(2, torch.device("cuda", 0), 9.0)
     assert group.backend == "nccl" and WeightGroup(2, torch.device("cpu"), 9.0).backend == "gloo"
     listening = [line.split() for line in open("/proc/net/tcp")][1:]  # noqa: SIM115
@@ -108,7 +108,7 @@ def test_the_store_is_on_loopback_and_a_group_of_a_gpu_is_nccls() -> None:
     assert group.timeout.total_seconds() > 9.0, "the deadline of the request precedes NCCL's timeout"
 
 
-def test_a_server_is_started_for_a_broadcast_and_others_are_refused() -> None:
+def test_broadcast_requires_a_server_that_ascent_starts() -> None:
     started = NcclVLLM(torch.device("cpu"), 9.0).server_arguments(
         ServerConfig({}, "float32", 64, 8, False), Path("m"), 1
     )

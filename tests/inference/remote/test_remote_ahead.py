@@ -90,7 +90,7 @@ def endless(stack: ExitStack, **more: Any) -> World:
 
 
 @pytest.mark.long
-def test_each_token_has_the_log_prob_of_the_version_that_drew_it(stack: ExitStack) -> None:
+def test_each_token_has_the_logprob_of_its_policy_version(stack: ExitStack) -> None:
     world = endless(stack)
     world.server.hold_at = 2
     world.sampler.submit(tickets(0, 1))
@@ -111,7 +111,7 @@ def test_each_token_has_the_log_prob_of_the_version_that_drew_it(stack: ExitStac
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("kept", [False, True], ids=["computed anew", "old keys and values"])
-def test_a_response_that_is_begun_before_a_load_and_continued_after_it_is_probed(
+def test_probe_covers_responses_that_continue_across_a_load(
     stack: ExitStack, kept: bool, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = endless(stack, engine=engine)
@@ -134,7 +134,7 @@ def test_a_response_that_is_begun_before_a_load_and_continued_after_it_is_probed
 
 
 @pytest.mark.long
-def test_whatever_was_begun_early_the_same_seeds_are_asked_for_in_the_same_step(stack: ExitStack) -> None:
+def test_each_step_uses_the_same_seeds_with_and_without_ahead(stack: ExitStack) -> None:
     world = endless(stack)
     whole = []
     for number in range(3):
@@ -150,7 +150,7 @@ def test_whatever_was_begun_early_the_same_seeds_are_asked_for_in_the_same_step(
 
 
 @pytest.mark.long
-def test_a_step_goes_before_later_ones_whenever_it_asks(stack: ExitStack) -> None:
+def test_requests_of_earlier_steps_have_priority(stack: ExitStack) -> None:
     """A redraw of this step, or an evaluation, does not wait for all that was asked ahead."""
     world = endless(stack, rows=1)
     world.server.hold_at = 0
@@ -173,7 +173,7 @@ def test_a_step_goes_before_later_ones_whenever_it_asks(stack: ExitStack) -> Non
 
 
 @pytest.mark.long
-def test_a_checkpoint_holds_whole_responses_and_the_rest_is_drawn_with_the_same_seeds(stack: ExitStack) -> None:
+def test_checkpoint_keeps_complete_responses_and_the_rest_keep_their_seeds(stack: ExitStack) -> None:
     world = endless(stack)
     world.server.hold_at = 2  # the first prompt allows two tokens, so its responses are whole
     prompts = Prompts(prompts_of(), torch.arange(3), limits=torch.tensor([2, 5, 5]))
@@ -214,7 +214,7 @@ def whole(one: PendingRollout) -> list[tuple[int, int]]:
 
 
 @pytest.mark.long
-def test_what_is_asked_before_any_weights_waits_for_them(stack: ExitStack) -> None:
+def test_requests_before_the_first_load_wait(stack: ExitStack) -> None:
     world = World(stack)
     world.sampler.submit(tickets(0))
     assert world.sampler.pending[0].seeds is not None and not world.server.calls
@@ -227,7 +227,7 @@ def test_what_is_asked_before_any_weights_waits_for_them(stack: ExitStack) -> No
 
 @pytest.mark.long
 @pytest.mark.parametrize("servers", [1, 2])
-def test_a_server_that_dies_while_the_learner_trains_is_seen_at_the_next_load(stack: ExitStack, servers: int) -> None:
+def test_server_that_dies_during_training_is_detected_at_the_next_load(stack: ExitStack, servers: int) -> None:
     world = endless(stack, servers=servers)
     world.server.hold_at = 2
     world.sampler.submit(tickets(0, 1))
@@ -249,7 +249,7 @@ def test_a_server_that_dies_while_the_learner_trains_is_seen_at_the_next_load(st
 
 @pytest.mark.long
 @pytest.mark.smoke
-def test_a_server_that_stays_away_for_good_is_no_trouble_while_another_serves(stack: ExitStack) -> None:
+def test_permanently_lost_server_is_tolerated_while_another_serves(stack: ExitStack) -> None:
     world = World(stack, servers=2)
     world.load(0)
     world.server.kill()
@@ -264,7 +264,7 @@ def test_a_server_that_stays_away_for_good_is_no_trouble_while_another_serves(st
 
 
 @pytest.mark.long
-def test_what_a_server_draws_that_somebody_has_started_again_unnoticed_is_thrown_away(stack: ExitStack) -> None:
+def test_responses_of_an_externally_restarted_server_are_discarded(stack: ExitStack) -> None:
     world = World(stack)
     world.load(0)
     world.server.kill()
@@ -275,7 +275,9 @@ def test_what_a_server_draws_that_somebody_has_started_again_unnoticed_is_thrown
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("servers", [1, 2])
-def test_twenty_kills_lose_and_double_nothing(stack: ExitStack, servers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_twenty_kills_lose_and_duplicate_no_response(
+    stack: ExitStack, servers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While it writes, takes weights or is probed: whoever asks loses the connection, and it starts anew."""
     (
         monkeypatch.setattr(weight_probe, "MAX_RESPONSE_TOKENS", 2),
@@ -369,7 +371,7 @@ def be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["grpo", "redraws and adapters, more than there are steps", "greedy baselines and evaluations"],
 )
-def test_a_run_samples_ahead_and_no_token_is_older_than_allowed(
+def test_run_samples_ahead_within_the_staleness_limit(
     trained: Trained, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     be_slow(monkeypatch)
@@ -405,9 +407,7 @@ KILLS: dict[str, tuple[str, int, dict[str, Any]]] = {
 @pytest.mark.long
 @pytest.mark.smoke
 @pytest.mark.parametrize("kill", KILLS)
-def test_a_run_that_was_killed_equals_its_journal_to_the_bit(
-    trained: Trained, kill: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_run_replays_its_journal_bitwise(trained: Trained, kill: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kill leaves is a copy of the folder from that moment. Resumed, nothing of the engine is as it was."""
     moment, at, more = KILLS[kill]
     left, act = trained.folder / "left", getattr(Journal, moment)
@@ -466,7 +466,7 @@ def small_batch() -> Batch:
     )
 
 
-def test_an_entry_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_journal_entry_round_trips(tmp_path: Path) -> None:
     journal, batch = Journal(tmp_path), small_batch()
     written, metrics = journal.write(7, batch, {"reward": 0.1, "n": 3, "odd": float("nan")}), {"reward": 0.1, "n": 3}
     read = journal.read(7)
@@ -481,7 +481,7 @@ def test_an_entry_is_read_as_it_was_written(tmp_path: Path) -> None:
                 assert value == other and type(value) is type(other)
 
 
-def test_entries_that_a_resume_would_not_replay_are_dropped(tmp_path: Path) -> None:
+def test_journal_entries_that_are_not_replayed_are_dropped(tmp_path: Path) -> None:
     journal, batch = Journal(tmp_path), small_batch()
     for step in (2, 3, 5):
         journal.write(step, batch, {})
@@ -493,7 +493,7 @@ def test_entries_that_a_resume_would_not_replay_are_dropped(tmp_path: Path) -> N
     assert not journal.folder.exists()
 
 
-def test_an_entry_of_the_first_step_that_is_drawn_anew_is_dropped(tmp_path: Path) -> None:
+def test_journal_entry_of_the_first_regenerated_step_is_dropped(tmp_path: Path) -> None:
     journal, batch = Journal(tmp_path), small_batch()
     for step in (2, 3, 4, 5):
         journal.write(step, batch, {})
@@ -502,7 +502,7 @@ def test_an_entry_of_the_first_step_that_is_drawn_anew_is_dropped(tmp_path: Path
 
 
 @pytest.mark.parametrize("damage", ["a byte", "a file", "no batch", "another field", "words for numbers"])
-def test_a_damaged_entry_is_refused_with_its_name(tmp_path: Path, damage: str) -> None:
+def test_damaged_journal_entry_is_rejected_by_name(tmp_path: Path, damage: str) -> None:
     journal = Journal(tmp_path)
     journal.write(3, small_batch(), {"reward": 0.5})
     path = journal.folder / "step_000003"
@@ -522,7 +522,7 @@ def test_a_damaged_entry_is_refused_with_its_name(tmp_path: Path, damage: str) -
 
 @pytest.mark.long
 @pytest.mark.smoke
-def test_what_made_trouble_is_drawn_anew_and_another_ahead_is_refused(trained: Trained) -> None:
+def test_failed_step_is_regenerated_and_changed_ahead_is_rejected(trained: Trained) -> None:
     with pytest.raises(RunError, match="--max-mismatch"):
         trained(max_mismatch=1e-12, ahead=2, checkpoint_every=1)
     folder = trained.folder / "run"

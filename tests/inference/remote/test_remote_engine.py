@@ -123,7 +123,7 @@ def same(one: Rollouts, other: Rollouts) -> None:
 @every_engine
 @pytest.mark.long
 @pytest.mark.parametrize("tied", [True, False])
-def test_after_every_load_the_log_probs_are_those_of_the_learner(stack: ExitStack, engine: str, tied: bool) -> None:
+def test_logprobs_match_the_learner_after_every_load(stack: ExitStack, engine: str, tied: bool) -> None:
     world = World(stack, engine=engine, tie_word_embeddings=tied)
     for version in (3, 4):
         world.load(version)
@@ -136,7 +136,7 @@ def test_after_every_load_the_log_probs_are_those_of_the_learner(stack: ExitStac
 
 
 @pytest.mark.long
-def test_a_seed_alone_decides_what_is_drawn_and_it_is_drawn_as_the_local_sampler_draws_it(stack: ExitStack) -> None:
+def test_seed_determines_samples_and_is_drawn_like_the_local_engine(stack: ExitStack) -> None:
     world = World(stack)
     world.load(0)
     same(world.generate(seed=5), world.generate(seed=5))
@@ -150,7 +150,7 @@ def test_a_seed_alone_decides_what_is_drawn_and_it_is_drawn_as_the_local_sampler
 
 @every_engine
 @pytest.mark.long
-def test_ends_cut_offs_and_limits_per_prompt(stack: ExitStack, engine: str) -> None:
+def test_stops_truncation_and_limits_per_prompt(stack: ExitStack, engine: str) -> None:
     world = World(stack, engine=engine, temperature=1.0)
     world.load(0)
     prompts = Prompts(prompts_of(), torch.arange(3), limits=torch.tensor([9, 1, 3]))
@@ -163,7 +163,7 @@ def test_ends_cut_offs_and_limits_per_prompt(stack: ExitStack, engine: str) -> N
 
 @every_engine
 @pytest.mark.long
-def test_greedy_answers_are_those_of_the_local_sampler(stack: ExitStack, engine: str) -> None:
+def test_greedy_responses_match_the_local_engine(stack: ExitStack, engine: str) -> None:
     world = World(stack, engine=engine)
     world.load(0)
     local = sampler_of(world.lm, limit=5, temperature=0.7)
@@ -172,7 +172,7 @@ def test_greedy_answers_are_those_of_the_local_sampler(stack: ExitStack, engine:
 
 @every_engine
 @pytest.mark.long
-def test_conversations_are_those_of_the_local_sampler_whoever_answers_first(stack: ExitStack, engine: str) -> None:
+def test_conversations_match_the_local_engine_in_any_order(stack: ExitStack, engine: str) -> None:
     world = World(stack, engine=engine, limit=24, rows=3, max_position_embeddings=64)
     world.load(0)
     local = sampler_of(world.lm, limit=24, temperature=0.7)
@@ -203,7 +203,7 @@ def test_conversations_are_those_of_the_local_sampler_whoever_answers_first(stac
 
 
 @pytest.mark.long
-def test_a_server_that_dies_in_a_conversation_changes_nothing(stack: ExitStack) -> None:
+def test_server_failure_in_a_conversation_changes_nothing(stack: ExitStack) -> None:
     world = World(stack, servers=2, limit=24, max_position_embeddings=64)
     world.load(0)
 
@@ -219,7 +219,7 @@ def test_a_server_that_dies_in_a_conversation_changes_nothing(stack: ExitStack) 
 
 
 @pytest.mark.long
-def test_groups_come_back_one_by_one_each_once_and_two_tickets_are_kept_apart(stack: ExitStack) -> None:
+def test_each_group_is_yielded_once_and_requests_are_kept_apart(stack: ExitStack) -> None:
     world = World(stack, servers=2)
     world.load(2)
     prompts = Prompts.of(prompts_of())
@@ -248,7 +248,7 @@ def test_groups_come_back_one_by_one_each_once_and_two_tickets_are_kept_apart(st
 
 @every_engine
 @pytest.mark.long
-def test_an_aborted_answer_is_asked_for_again(stack: ExitStack, engine: str) -> None:
+def test_aborted_request_is_sent_again(stack: ExitStack, engine: str) -> None:
     world = World(stack, engine=engine)
     world.load(0)
     expected = world.generate()
@@ -261,9 +261,7 @@ def test_an_aborted_answer_is_asked_for_again(stack: ExitStack, engine: str) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "lora"), [("Llama", 4), ("GPT2", 4), ("Mixtral", 4), ("Mixtral", 0), ("Gemma3", 0)])
-def test_weights_are_sent_by_the_names_and_with_the_values_of_an_exported_checkpoint(
-    kind: str, lora: int, tmp_path: Path
-) -> None:
+def test_weights_are_sent_with_names_and_values_of_an_exported_checkpoint(kind: str, lora: int, tmp_path: Path) -> None:
     write_tiny(tmp_path / "model", kind=kind)
     lm = CausalLM(str(tmp_path / "model"), lora=lora, device="cpu").load()
     with torch.no_grad():
@@ -278,7 +276,7 @@ def test_weights_are_sent_by_the_names_and_with_the_values_of_an_exported_checkp
 
 
 @pytest.mark.long
-def test_weights_leave_nothing_behind_and_what_a_killed_process_left_is_removed(
+def test_weight_files_are_removed_also_after_a_kill(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_files, "SHARED_MEMORY", tmp_path)
@@ -292,7 +290,7 @@ def test_weights_leave_nothing_behind_and_what_a_killed_process_left_is_removed(
     ours.rmdir()
 
 
-def test_weights_in_use_are_not_removed_by_a_process_that_cannot_see_their_owner(
+def test_weight_files_in_use_survive_processes_in_another_pid_namespace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As containers that share /dev/shm: none sees the other's processes, and the same pid may be in both."""
@@ -311,7 +309,7 @@ def test_weights_in_use_are_not_removed_by_a_process_that_cannot_see_their_owner
     folder.rmdir()
 
 
-def test_where_shared_memory_has_no_room_weights_go_through_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_use_the_disk_if_shared_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = weight_files.weights_folder(1 << 60)
     assert folder.parent != weight_files.SHARED_MEMORY
     folder.rmdir()
@@ -334,7 +332,7 @@ SABOTAGE: dict[str, tuple[dict[str, Any], str]] = {
     ("engine", "what"),  # SGLang does not say what it has read
     [(each.name, what) for each in ENGINES for what in SABOTAGE if each.name == "vllm" or "arrives" not in what],
 )
-def test_a_sabotaged_load_is_caught(stack: ExitStack, engine: str, what: str) -> None:
+def test_corrupted_load_is_detected(stack: ExitStack, engine: str, what: str) -> None:
     faults, words = SABOTAGE[what]
     world = World(stack, engine=engine)
     world.server.ignore_salt = faults.get("ignore_salt", False)
@@ -347,7 +345,7 @@ def test_a_sabotaged_load_is_caught(stack: ExitStack, engine: str, what: str) ->
 
 
 @pytest.mark.long
-def test_of_two_locks_on_the_cache_either_alone_is_enough(stack: ExitStack) -> None:
+def test_either_prefix_cache_safeguard_is_sufficient(stack: ExitStack) -> None:
     world = World(stack)
     world.server.keep_cache = True
     for version in (0, 1):
@@ -357,7 +355,7 @@ def test_of_two_locks_on_the_cache_either_alone_is_enough(stack: ExitStack) -> N
     world.load(2)
 
 
-def test_a_parameter_that_nothing_reaches_is_named(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_parameter_is_named(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(stack)
     every = weight_files.checkpoint_tensors
     some = lambda lm: {k: v for k, v in every(lm).items() if k != "model.norm.weight"}  # noqa: E731
@@ -367,7 +365,7 @@ def test_a_parameter_that_nothing_reaches_is_named(stack: ExitStack, monkeypatch
 
 
 @pytest.mark.long
-def test_weights_that_a_server_could_not_load_at_first_are_sent_again(stack: ExitStack) -> None:
+def test_failed_weight_load_is_retried(stack: ExitStack) -> None:
     world = World(stack)
     world.server.refuse_weights = 2
     world.load(0)
@@ -378,7 +376,7 @@ def test_weights_that_a_server_could_not_load_at_first_are_sent_again(stack: Exi
 
 
 @every_engine
-def test_a_server_of_another_version_or_with_too_little_room_gets_no_weights(stack: ExitStack, engine: str) -> None:
+def test_server_of_another_version_or_context_length_gets_no_weights(stack: ExitStack, engine: str) -> None:
     world = World(stack, engine=engine)
     release = world.server.release
     world.server.release = "0.31.2"
@@ -392,7 +390,7 @@ def test_a_server_of_another_version_or_with_too_little_room_gets_no_weights(sta
 
 @every_engine
 @pytest.mark.long
-def test_a_server_of_another_engine_among_the_others_is_trouble(stack: ExitStack, engine: str) -> None:
+def test_server_of_another_engine_is_rejected(stack: ExitStack, engine: str) -> None:
     (other,) = STAND_INS.keys() - {engine}
     strange = stack.enter_context(serving(deepcopy(model_of(**SMALL).model), other))
     urls = iter([None, strange.url + "/"])
@@ -405,7 +403,7 @@ def test_a_server_of_another_engine_among_the_others_is_trouble(stack: ExitStack
 @every_engine
 @pytest.mark.long
 @pytest.mark.parametrize(("last", "words"), [(7, "at token 7, which is not an end token"), (3, "")])
-def test_a_response_that_ends_too_early_is_trouble(stack: ExitStack, engine: str, last: int, words: str) -> None:
+def test_response_that_ends_too_early_is_an_error(stack: ExitStack, engine: str, last: int, words: str) -> None:
     """As one does that a server cuts for want of memory, or at an end token that is not the model's."""
     world = World(stack, engine=engine)
     world.load(0)
@@ -423,7 +421,7 @@ def test_a_response_that_ends_too_early_is_trouble(stack: ExitStack, engine: str
 
 @pytest.mark.long
 @pytest.mark.parametrize(("engine", "after"), [("vllm", 0), ("vllm", 4), ("sglang", 4)])
-def test_what_a_dead_server_owed_is_drawn_by_the_others_with_the_same_seeds(
+def test_requests_of_a_dead_server_move_to_others_with_the_same_seeds(
     stack: ExitStack, engine: str, after: int
 ) -> None:
     world = World(stack, servers=2, engine=engine)
@@ -441,7 +439,7 @@ def test_what_a_dead_server_owed_is_drawn_by_the_others_with_the_same_seeds(
 
 
 @pytest.mark.long
-def test_a_server_that_comes_back_gets_weights_and_a_probe_before_any_ticket(stack: ExitStack) -> None:
+def test_recovered_server_gets_weights_and_a_probe_before_requests(stack: ExitStack) -> None:
     world = World(stack)
     world.load(0)
     expected = world.generate(samples=4)
@@ -484,7 +482,7 @@ def reviving(server: StandIn) -> Iterator[list[bool]]:
 
 
 @pytest.mark.long
-def test_a_server_that_never_comes_back_is_trouble_within_the_deadline(stack: ExitStack) -> None:
+def test_server_that_stays_down_is_an_error_within_the_deadline(stack: ExitStack) -> None:
     world = World(stack, deadline=0.4)
     world.sampler.server_pool.deadline = 20.0
     world.load(0)
@@ -495,7 +493,7 @@ def test_a_server_that_never_comes_back_is_trouble_within_the_deadline(stack: Ex
 
 
 @pytest.mark.long
-def test_a_server_that_hangs_is_given_up_and_the_others_do_its_work(stack: ExitStack) -> None:
+def test_hanging_server_is_dropped_and_others_take_over(stack: ExitStack) -> None:
     world = World(stack, servers=2)
     world.load(0)
     expected = world.generate(samples=4)
@@ -505,7 +503,7 @@ def test_a_server_that_hangs_is_given_up_and_the_others_do_its_work(stack: ExitS
 
 
 @pytest.mark.long
-def test_late_answers_are_waited_for(stack: ExitStack) -> None:
+def test_late_responses_are_awaited(stack: ExitStack) -> None:
     world = World(stack)
     world.load(0)
     expected = world.generate()
@@ -514,7 +512,7 @@ def test_late_answers_are_waited_for(stack: ExitStack) -> None:
 
 
 @pytest.mark.long
-def test_after_the_loops_deadline_the_missing_groups_stay_missing(stack: ExitStack) -> None:
+def test_groups_after_the_deadline_are_missing(stack: ExitStack) -> None:
     world = World(stack)
     world.load(0)
     world.server.hang_after = len(world.server.asked)
@@ -524,7 +522,7 @@ def test_after_the_loops_deadline_the_missing_groups_stay_missing(stack: ExitSta
 
 
 @pytest.mark.long
-def test_an_answer_that_is_not_vllms_is_trouble(stack: ExitStack) -> None:
+def test_malformed_response_is_an_error(stack: ExitStack) -> None:
     world = World(stack)
     world.load(0)
     real = world.server.respond
@@ -539,7 +537,7 @@ def test_an_answer_that_is_not_vllms_is_trouble(stack: ExitStack) -> None:
 
 
 @pytest.mark.long
-def test_responses_are_drawn_from_seeds_or_greedily(stack: ExitStack) -> None:
+def test_generate_from_seeds_or_greedily(stack: ExitStack) -> None:
     world = World(stack)
     world.load(0)
     prompts, seeds = Prompts.of(prompts_of()), torch.arange(6).view(3, 2) + 40
@@ -554,7 +552,7 @@ def test_responses_are_drawn_from_seeds_or_greedily(stack: ExitStack) -> None:
 
 
 @pytest.mark.long
-def test_weights_that_were_not_sent_while_a_journal_was_replayed_are_sent_with_the_first_request(
+def test_weights_after_a_journal_replay_are_sent_with_the_first_request(
     stack: ExitStack,
 ) -> None:
     world = World(stack)
@@ -566,7 +564,7 @@ def test_weights_that_were_not_sent_while_a_journal_was_replayed_are_sent_with_t
 
 
 @pytest.mark.long
-def test_a_response_ends_with_the_token_that_completes_a_stop_string(stack: ExitStack) -> None:
+def test_response_ends_with_the_token_that_completes_a_stop_string(stack: ExitStack) -> None:
     world = World(stack)
     world.load(0)
     whole = world.generate()
@@ -579,7 +577,7 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_string(stack: Exit
 
 
 @pytest.mark.long
-def test_a_response_of_other_weights_than_were_asked_is_trouble(stack: ExitStack) -> None:
+def test_response_of_another_version_is_an_error(stack: ExitStack) -> None:
     world = World(stack)
     world.load(1)
     world.server.old_version = True
@@ -588,7 +586,7 @@ def test_a_response_of_other_weights_than_were_asked_is_trouble(stack: ExitStack
 
 
 @pytest.mark.long
-def test_a_call_that_takes_too_long_is_trouble(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_call_is_an_error(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(stack)
     world.load(0)
     world.server.hang_after, world.sampler.health_check_interval = len(world.server.asked), 60.0
@@ -599,7 +597,7 @@ def test_a_call_that_takes_too_long_is_trouble(stack: ExitStack, monkeypatch: py
 
 
 @pytest.mark.long
-def test_servers_for_agents_draw_plain_prompts_as_for_anybody(stack: ExitStack) -> None:
+def test_agent_servers_generate_plain_prompts(stack: ExitStack) -> None:
     world = World(stack)
     world.load(0)
     want = world.generate(seed=7)
@@ -636,7 +634,7 @@ ANSWERS: list[tuple[bool, int, str, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("streams", "status", "text", "kind", "message"), ANSWERS)
-def test_an_answer_that_cannot_be_read_is_shown(
+def test_unreadable_response_is_shown_in_the_error(
     streams: bool, status: int, text: str, kind: type[Exception], message: str
 ) -> None:
     async def ask() -> None:
@@ -649,7 +647,7 @@ def test_an_answer_that_cannot_be_read_is_shown(
     assert str(error.value) == message.format(path=PATH)
 
 
-def test_a_lane_that_was_handed_to_a_cancelled_request_is_handed_on() -> None:
+def test_cancelled_waiter_passes_its_semaphore_slot_on() -> None:
     async def check() -> None:
         slots = PrioritySemaphore(1)
 
@@ -675,7 +673,7 @@ def test_a_lane_that_was_handed_to_a_cancelled_request_is_handed_on() -> None:
     asyncio.run(check())
 
 
-def test_without_httpx_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_httpx_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
     with pytest.raises(ConfigError, match=r"^--engine needs httpx: pip install 'ascent-rl\[judge\]'$"):
         ServerClient("http://engine", VLLM(), 1, 5.0)
@@ -718,7 +716,7 @@ def wait_for_end(*groups: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_is_started_watched_started_again_after_a_kill_and_ended(tmp_path: Path, warm_python: Any) -> None:
+def test_server_is_started_restarted_after_a_kill_and_stopped(tmp_path: Path, warm_python: Any) -> None:
     lm = model_of(**SMALL)
     venv = fake_environment(tmp_path, warm_python.executable)
     policy = CausalLM("tiny", engine="vllm", engine_python=str(venv), engine_deadline=120.0)
@@ -746,7 +744,7 @@ def test_a_server_is_started_watched_started_again_after_a_kill_and_ended(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_server_ends_with_an_ascent_that_is_killed(tmp_path: Path) -> None:
+def test_server_ends_when_ascent_is_killed(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(
         f'#!/bin/sh\nif [ "$1" = -c ]; then exec {sys.executable} "$@"; fi\necho started\nexec sleep 600\n'
@@ -773,7 +771,7 @@ def test_a_server_ends_with_an_ascent_that_is_killed(tmp_path: Path) -> None:
     os.close(told), os.close(tells)
 
 
-def test_a_server_that_does_not_start_is_trouble_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_server_start_failure_shows_the_end_of_the_log(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho no module named vllm >&2\nexit 3\n")
     python.chmod(0o755)
@@ -783,7 +781,7 @@ def test_a_server_that_does_not_start_is_trouble_with_the_end_of_its_log(tmp_pat
         process.wait_until_ready(lambda: False)
 
 
-def test_a_server_that_is_killed_while_it_starts_is_lost(tmp_path: Path) -> None:
+def test_server_killed_during_startup_is_lost(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nkill -9 $$\n")
     python.chmod(0o755)
@@ -794,7 +792,7 @@ def test_a_server_that_is_killed_while_it_starts_is_lost(tmp_path: Path) -> None
     assert not process.is_running
 
 
-def test_what_a_server_is_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.write_text("")
@@ -812,7 +810,7 @@ def test_what_a_server_is_started_with(tmp_path: Path, monkeypatch: pytest.Monke
         find_python(str(tmp_path / "nothing"))
 
 
-def test_the_worker_inside_vllm_imports_nothing_of_ascent() -> None:
+def test_vllm_worker_extension_does_not_import_ascent() -> None:
     assert [path.name for path in WORKER_EXTENSION_FOLDER.glob("*.py")] == ["ascent_worker.py"]
     assert (
         "import ascent" not in (source := (WORKER_EXTENSION_FOLDER / "ascent_worker.py").read_text())
@@ -821,7 +819,7 @@ def test_the_worker_inside_vllm_imports_nothing_of_ascent() -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_served_sampler_draws_at_most_its_room_and_the_server_holds_prompts_too(engine: str) -> None:
+def test_max_model_len_includes_prompts(engine: str) -> None:
     given = {"engine": engine, "engine.url": "http://127.0.0.1:1", "model": "m", "temperature": 0.5}
     config = configure("gsm8k", given | {"max_tokens": 100, "max_prompt": 40})
     sampler = LanguageBackend().remote_engine(config, model_of(**SMALL), torch.Generator())
@@ -832,7 +830,7 @@ def test_a_served_sampler_draws_at_most_its_room_and_the_server_holds_prompts_to
 # ---- settings, and a whole run -----------------------------------------------------------------------
 
 
-def test_every_engine_can_be_set_and_has_a_stand_in() -> None:
+def test_every_engine_has_settings_and_a_stand_in() -> None:
     names = [adapter.name for adapter in ENGINES]
     assert ["local", *names] == list(get_args(get_type_hints(CausalLM)["engine"]))
     assert names == list(STAND_INS)
@@ -848,7 +846,7 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-def test_an_engine_is_set_by_flags_by_keywords_and_in_a_file(tmp_path: Path) -> None:
+def test_engine_is_set_by_flags_keywords_and_files(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(
         'task = "countdown"\nmodel = "tiny"\n[engine]\nname = "vllm"\nurl = ["http://localhost:1"]\n'
     )
@@ -867,7 +865,7 @@ def test_an_engine_is_set_by_flags_by_keywords_and_in_a_file(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_engines_that_cannot_be_are_refused(words: str) -> None:
+def test_invalid_engine_settings_are_rejected(words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         configure("countdown", {"model": "tiny"} | WRONG[words])
 
@@ -883,7 +881,7 @@ def test_engines_that_cannot_be_are_refused(words: str) -> None:
         ({"engine": "sglang", "temperature": 1e-7}, "samples from another distribution below 1e-06"),
     ],
 )
-def test_what_a_serving_engine_cannot_do_is_refused_before_any_work(more: dict[str, Any], words: str) -> None:
+def test_unsupported_engine_settings_are_rejected_early(more: dict[str, Any], words: str) -> None:
     from ascent.build.backends import backend_of
 
     config = configure("countdown", {"model": "tiny", "engine": "vllm", "engine.url": "http://localhost:1"} | more)
@@ -911,7 +909,7 @@ class Higher(Environment):
     ],
     ids=["grpo", "ppo with adapters", "conversations"],
 )
-def test_a_run_is_trained_through_an_engine_and_resumed_to_the_same_numbers(
+def test_run_with_an_engine_resumes_to_the_same_numbers(
     stack: ExitStack, tmp_path: Path, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (

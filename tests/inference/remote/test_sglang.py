@@ -39,7 +39,7 @@ class Recorded:
         return answer
 
 
-def test_a_request_has_the_fields_of_generate_req_input_and_of_sampling_params() -> None:
+def test_request_has_the_fields_of_generate_req_input_and_sampling_params() -> None:
     body = SGLang().request_body(EngineRequest([5, 6], 7, 0.7, 2**62 - 1, (3, 9)), "run-4")
     drawn = NOTHING_ELSE | {"temperature": 0.7, "max_new_tokens": 7, "sampling_seed": 2**62 - 1}
     assert body == {
@@ -63,7 +63,7 @@ def replied(tokens: list[int], reason: dict[str, Any], spans: list[tuple[str, in
     return {"output_ids": tokens, "meta_info": about | more}
 
 
-def test_answers_that_stop_that_are_cut_that_cross_a_load_and_that_are_aborted() -> None:
+def test_responses_that_stop_are_truncated_cross_a_load_or_are_aborted() -> None:
     read = SGLang().parse_response
     stopped = replied([8, 3], {"type": "stop", "matched": 3}, [("4", 0, 2)])
     assert read(stopped) == EngineResponse([8, 3], [-0.5, -1.5], [4, 4])
@@ -75,7 +75,7 @@ def test_answers_that_stop_that_are_cut_that_cross_a_load_and_that_are_aborted()
         read(stopped | {"output_ids": [8, 8]})
 
 
-def test_weights_are_loaded_from_a_folder_while_what_is_being_written_is_retracted() -> None:
+def test_weights_load_from_a_folder_while_running_requests_are_retracted() -> None:
     weights = WeightManifest(Path("/dev/shm/x/weights.safetensors"), {})
     update = {"model_path": "/dev/shm/x", "load_format": "safetensors", "weight_version": "4"}
     paused = ("/pause_generation", {"mode": "retract"}, {"message": "Generation paused successfully.", "status": "ok"})
@@ -103,9 +103,7 @@ def test_weights_are_loaded_from_a_folder_while_what_is_being_written_is_retract
         ({"architectures": ["Qwen2ForCausalLM"]}, "serves Qwen2ForCausalLM, and this run trains LlamaForCausalLM"),
     ],
 )
-def test_a_server_that_cannot_serve_the_run_is_refused_before_its_first_weights(
-    about: dict[str, Any], words: str
-) -> None:
+def test_unsuitable_server_is_rejected_before_its_first_weights(about: dict[str, Any], words: str) -> None:
     model = {"architectures": about.pop("architectures", ["LlamaForCausalLM"]), "weight_version": "default"}
     info = {"version": "0.5.23", "enable_deterministic_inference": True, "max_req_input_len": 514} | about
     greeted = SGLang().check_server(Recorded(("/server_info", None, info), ("/model_info", None, model)), SERVING)
@@ -116,7 +114,7 @@ def test_a_server_that_cannot_serve_the_run_is_refused_before_its_first_weights(
         asyncio.run(greeted)
 
 
-def test_what_a_server_is_started_with() -> None:
+def test_server_command() -> None:
     arguments = SGLang().server_arguments(SERVING, Path("model"), 30000)
     values = dict(pairwise(arguments))
     assert arguments[:2] == ["-m", "sglang.launch_server"] and "--enable-deterministic-inference" in arguments
@@ -125,7 +123,7 @@ def test_what_a_server_is_started_with() -> None:
     assert SGLang().server_environment(SERVING)[1]["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
 
 
-def test_events_of_a_stream_have_all_tokens_so_far_and_the_last_one_is_the_answer() -> None:
+def test_stream_events_are_cumulative_and_the_last_is_the_response() -> None:
     parse_event, before = SGLang().parse_event, EngineResponse([1], [-1.0], [])
     so_far = replied([8, 9, 3], None, None)  # type: ignore[arg-type]
     assert parse_event(before, so_far) == EngineResponse([8, 9, 3], [-0.5, -1.5, -2.5], [])
@@ -137,7 +135,7 @@ def test_events_of_a_stream_have_all_tokens_so_far_and_the_last_one_is_the_answe
     assert parse_event(before, stopped) == EngineResponse([8, 3], [-0.5, -1.5], [4, 4])
 
 
-def test_a_relay_is_started_with_what_its_engine_is_started_with() -> None:
+def test_relay_server_has_the_engine_arguments() -> None:
     relayed, engine = RelayAdapter(SGLang()), SGLang()
     assert relayed.server_arguments(SERVING, Path("model"), 7) == engine.server_arguments(SERVING, Path("model"), 7)
     assert relayed.server_environment(SERVING) == engine.server_environment(SERVING)
