@@ -35,7 +35,7 @@ from ascent.models import CausalLM
 from ascent.workflows.loaded_policy import model_policy
 from ascent.workflows.policy_server import ServeSettings, running_service
 from tests.distributed.test_replicas import Local, trained
-from tests.inference.remote.test_remote_engine import gap, same, wait_for_end
+from tests.inference.remote.test_remote_engine import assert_same_tokens, max_logprob_error, wait_for_end
 from tests.language import AtOnce, sampler_of, smollm2_folder, write_tiny
 from tests.server.test_engine_relay import KEY, relaying
 from tests.workflows.test_serve import HELLO, post, until
@@ -87,7 +87,7 @@ def test_log_probs_agree_after_each_of_twenty_loads(served: Served) -> None:
         served.move(version)
         served.sampler.load({}, version)
         rollouts = served.sampler.generate(served.prompts(), 2, seed=version, limit=16)
-        assert gap(served.lm, rollouts) <= 1e-4 and (rollouts.version == version).all()
+        assert max_logprob_error(served.lm, rollouts) <= 1e-4 and (rollouts.version == version).all()
 
 
 def test_a_token_that_is_drawn_after_a_load_in_flight_is_of_the_new_weights(served: Served) -> None:
@@ -107,7 +107,7 @@ def test_a_token_that_is_drawn_after_a_load_in_flight_is_of_the_new_weights(serv
         versions = rollouts.version.expand(rollouts.mask.shape)
         crossed += int((versions != versions[..., :1])[rollouts.mask].any())
         for drawn, lm in ((version, old), (version + 1, served.lm)):
-            assert gap(lm, rollouts, (versions == drawn) & rollouts.mask) <= 1e-4
+            assert max_logprob_error(lm, rollouts, (versions == drawn) & rollouts.mask) <= 1e-4
     assert len(done) == 2 and crossed, "some were under way"
     assert min(sampler.server_pool.probe.continued) > 0, "of the probe's own too"
 
@@ -121,22 +121,22 @@ def test_a_conversation_has_the_tokens_that_were_drawn_and_their_log_probs(serve
         return sampler.generate(replace(prompts, start_episodes=play), 2, **more)
 
     rollouts = played(sampler, seed=3)
-    assert gap(served.lm, rollouts) <= 1e-4 and int(rollouts.turn.max()) >= 2  # type: ignore[union-attr]
-    same(played(sampler, seed=3), rollouts)
+    assert max_logprob_error(served.lm, rollouts) <= 1e-4 and int(rollouts.turn.max()) >= 2  # type: ignore[union-attr]
+    assert_same_tokens(played(sampler, seed=3), rollouts)
     local = sampler_of(served.lm, limit=40, temperature=0.7)
-    same(played(sampler, greedy=True), played(local, greedy=True))
+    assert_same_tokens(played(sampler, greedy=True), played(local, greedy=True))
 
 
 def test_seeds_ends_and_greedy_answers(served: Served) -> None:
     prompts = served.prompts(20)
-    same(served.sampler.generate(prompts, 4, seed=3), served.sampler.generate(prompts, 4, seed=3))
+    assert_same_tokens(served.sampler.generate(prompts, 4, seed=3), served.sampler.generate(prompts, 4, seed=3))
     rollouts = served.sampler.generate(prompts, 16, seed=4)
     last = rollouts.response.gather(-1, (rollouts.length - 1).unsqueeze(-1)).squeeze(-1)
     assert torch.equal(rollouts.truncated, ~torch.isin(last, torch.tensor(sorted(served.lm.stop_token_ids))))
     assert rollouts.truncated.any() and not rollouts.truncated.all()
     greedy = served.sampler.generate(prompts, 1, greedy=True)
-    same(greedy, sampler_of(served.lm, limit=40, temperature=0.7).generate(prompts, 1, greedy=True))
-    assert gap(served.lm, greedy) <= 1e-4, "at temperature 1, as it says"
+    assert_same_tokens(greedy, sampler_of(served.lm, limit=40, temperature=0.7).generate(prompts, 1, greedy=True))
+    assert max_logprob_error(served.lm, greedy) <= 1e-4, "at temperature 1, as it says"
 
 
 @pytest.mark.parametrize("what", ["left out", "another head"])
@@ -153,7 +153,7 @@ def test_corrupted_load_is_detected(served: Served, what: str, monkeypatch: pyte
         served.sampler.load({}, version)
     monkeypatch.undo()
     served.sampler.load({}, version)
-    assert gap(served.lm, served.sampler.generate(served.prompts(), 1, seed=0, limit=8)) <= 1e-4
+    assert max_logprob_error(served.lm, served.sampler.generate(served.prompts(), 1, seed=0, limit=8)) <= 1e-4
 
 
 def test_a_relay_beside_the_engine_takes_weights_and_hands_on_responses(
@@ -170,9 +170,9 @@ def test_a_relay_beside_the_engine_takes_weights_and_hands_on_responses(
         sampler.load({}, version)
         rollouts = sampler.generate(served.prompts(), 2, seed=version, limit=16)
         sampler.close()
-    assert gap(lm, rollouts) <= 1e-4 and (rollouts.version == version).all()
+    assert max_logprob_error(lm, rollouts) <= 1e-4 and (rollouts.version == version).all()
     served.sampler.load({}, version)
-    same(served.sampler.generate(served.prompts(), 2, seed=version, limit=16), rollouts)
+    assert_same_tokens(served.sampler.generate(served.prompts(), 2, seed=version, limit=16), rollouts)
 
 
 def test_a_server_of_another_model_is_trouble_and_stays_usable(served: Served, tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_server_of_another_model_is_trouble_and_stays_usable(served: Served, t
         sampler.load({}, 0)
     sampler.close()
     served.sampler.load({}, served.sampler.version + 1)
-    assert gap(served.lm, served.sampler.generate(served.prompts(), 1, seed=0, limit=8)) <= 1e-4
+    assert max_logprob_error(served.lm, served.sampler.generate(served.prompts(), 1, seed=0, limit=8)) <= 1e-4
 
 
 def test_it_answers_and_streams_behind_the_endpoint(served: Served) -> None:
@@ -316,7 +316,7 @@ def test_weights_arrive_by_a_broadcast(tmp_path: Path) -> None:
             served.move(version)
             served.sampler.load({}, version)
             rollouts = served.sampler.generate(served.prompts(), 2, seed=version, limit=16)
-            assert gap(served.lm, rollouts) <= 1e-4 and (rollouts.version == version).all()
+            assert max_logprob_error(served.lm, rollouts) <= 1e-4 and (rollouts.version == version).all()
     finally:
         served.sampler.close()
 

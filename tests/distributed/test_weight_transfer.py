@@ -21,12 +21,12 @@ from ascent.distributed.replica import Replica
 from ascent.distributed.replica_errors import ReplicaLostError, ReplicaUnreachableError
 from ascent.distributed.weight_transfer import TransferOffer, WeightSender, WeightSnapshot, receive_weights
 from tests.distributed.test_replicas import (
-    OPEN_ENGINES,
     FIVE_PROMPTS,
+    OPEN_ENGINES,
     InProcessReplicas,
     local_rollouts,
-    start_engine,
     same_rollouts,
+    start_engine,
 )
 
 CPU, HERE = torch.device("cpu"), "127.0.0.1"

@@ -34,7 +34,13 @@ from ascent.models import CausalLM
 from ascent.server import engine_relay as relay_module
 from ascent.server.engine_relay import Relay, relay_server
 from ascent.settings import configure
-from tests.inference.remote.test_remote_engine import World, every_engine, gap, same, stack
+from tests.inference.remote.test_remote_engine import (
+    EngineSetup,
+    assert_same_tokens,
+    every_engine,
+    max_logprob_error,
+    stack,
+)
 from tests.language import write_tiny
 from tests.processes import ascent_process
 from tests.stand_in import StandIn, serving
@@ -109,18 +115,18 @@ def test_rollouts_and_weights_go_through_a_relay(
         relays.append(stack.enter_context(relaying(server.url, engine)))
         return relays[-1].url + "/"
 
-    world = World(stack, servers=2, engine=engine, through=through, policy={"engine_key_env": "A_KEY"})
+    setup = EngineSetup(stack, servers=2, engine=engine, through=through, policy={"engine_key_env": "A_KEY"})
     for version in (0, 1):
-        world.load(version)
-        rollouts = world.generate(samples=4)
-        assert gap(world.lm, rollouts) < 1e-5 and (rollouts.version == version).all()
-        world.move()
-    same(world.generate(samples=4), rollouts)
+        setup.load(version)
+        rollouts = setup.generate(samples=4)
+        assert max_logprob_error(setup.lm, rollouts) < 1e-5 and (rollouts.version == version).all()
+        setup.perturb_weights()
+    assert_same_tokens(setup.generate(samples=4), rollouts)
     assert not list(tmp_path.iterdir()), "weights take memory: none are left on either side"
-    assert all(server.received for server in world.servers)
-    world.server.forget = "lm_head.weight"
+    assert all(server.received for server in setup.servers)
+    setup.server.forget = "lm_head.weight"
     with pytest.raises(RunError, match="does not sample from this policy"):
-        world.load(2)
+        setup.load(2)
 
 
 @every_engine
@@ -134,27 +140,27 @@ def test_a_response_is_streamed_through_a_relay(stack: ExitStack, engine: str, m
         relays.append(stack.enter_context(relaying(server.url, engine)))
         return relays[-1].url
 
-    world = World(stack, engine=engine, through=through, policy={"engine_key_env": "A_KEY"})
-    world.load(0)
-    request, server_pool = EngineRequest([5, 6, 7], 8, 0.7, 3, (0,), (5, 0.9, 0.01)), world.sampler.server_pool
+    setup = EngineSetup(stack, engine=engine, through=through, policy={"engine_key_env": "A_KEY"})
+    setup.load(0)
+    request, server_pool = EngineRequest([5, 6, 7], 8, 0.7, 3, (0,), (5, 0.9, 0.01)), setup.engine.server_pool
     whole, pieces = server_pool.submit(0, 0, request)[1].result(60), list[EngineResponse]()
     answer = server_pool.submit(0, 0, request, pieces.append)[1].result(60)
     assert answer == whole and pieces[-1].tokens == whole.tokens and len(pieces) > 2
     for piece in pieces:
         assert piece.tokens == whole.tokens[: len(piece.tokens)] and piece.logp == whole.logp[: len(piece.tokens)]
-    world.server.kills = [3]
+    setup.server.kills = [3]
     with pytest.raises(ServerLostError):
         server_pool.submit(0, 0, request, pieces.append)[1].result(60)
-    world.load(1)
-    world.server.hold_at = 2
+    setup.load(1)
+    setup.server.hold_at = 2
     slots = relays[0].client.slots
     free, asked = slots.free, server_pool.submit(0, 0, request, pieces.append)[1]
-    until(lambda: world.server.held == 1 and slots.free == free - 1)
+    until(lambda: setup.server.held == 1 and slots.free == free - 1)
     asked.cancel()  # nobody waits any more, and so the relay does not
     until(lambda: slots.free == free)
-    with world.server.lock:
-        world.server.hold_at = -1
-        world.server.lock.notify_all()
+    with setup.server.lock:
+        setup.server.hold_at = -1
+        setup.server.lock.notify_all()
 
 
 @pytest.mark.long
@@ -181,45 +187,45 @@ def test_a_run_is_trained_through_a_relay(stack: ExitStack, tmp_path: Path, monk
 def test_an_engine_that_dies_behind_its_relay_loses_nothing(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_KEY", KEY)
     through = lambda server: stack.enter_context(relaying(server.url)).url  # noqa: E731
-    world = World(stack, servers=2, through=through, policy={"engine_key_env": "A_KEY"})
-    world.load(0)
-    expected = world.generate(samples=4)
-    world.server.die_after = len(world.server.asked) + 3
-    same(world.generate(samples=4), expected)
-    assert world.sampler.server_pool.servers[0].is_down
+    setup = EngineSetup(stack, servers=2, through=through, policy={"engine_key_env": "A_KEY"})
+    setup.load(0)
+    expected = setup.generate(samples=4)
+    setup.server.die_after = len(setup.server.asked) + 3
+    assert_same_tokens(setup.generate(samples=4), expected)
+    assert setup.engine.server_pool.servers[0].is_down
 
 
 @pytest.mark.long
 def test_wrong_key_or_engine_is_reported(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_KEY", KEY + "x")
     through = lambda server: stack.enter_context(relaying(server.url)).url  # noqa: E731
-    world = World(stack, through=through, policy={"engine_key_env": "A_KEY"})
+    setup = EngineSetup(stack, through=through, policy={"engine_key_env": "A_KEY"})
     with pytest.raises(RunError, match=r"401.*Is the key the one of that `ascent engine`") as error:
-        world.load(0)
+        setup.load(0)
     assert KEY not in str(error.value)
     monkeypatch.setenv("A_KEY", KEY)
-    world = World(stack, engine="sglang", through=through, policy={"engine_key_env": "A_KEY"})
+    setup = EngineSetup(stack, engine="sglang", through=through, policy={"engine_key_env": "A_KEY"})
     with pytest.raises(RunError, match="is `ascent engine vllm`, and this run has --engine sglang"):
-        world.load(0)
-    assert not world.server.received
+        setup.load(0)
+    assert not setup.server.received
 
 
 @pytest.mark.long
 def test_damaged_weights_are_sent_again(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_KEY", KEY)
     through = lambda server: stack.enter_context(relaying(server.url)).url  # noqa: E731
-    world = World(stack, through=through, policy={"engine_key_env": "A_KEY"})
+    setup = EngineSetup(stack, through=through, policy={"engine_key_env": "A_KEY"})
     whole, wrong = relay_module.write_upload, [1]
 
     async def damaged(*args: Any) -> int:
         return await whole(*args) + (wrong.pop() if wrong else 0)
 
     monkeypatch.setattr(relay_module, "write_upload", damaged)
-    world.load(0)
-    assert not wrong and gap(world.lm, world.generate()) < 1e-5
+    setup.load(0)
+    assert not wrong and max_logprob_error(setup.lm, setup.generate()) < 1e-5
     wrong += [1] * 9
     with pytest.raises(RunError, match="the checksum of the received file differs"):
-        world.load(1)
+        setup.load(1)
 
 
 def test_generation_is_cancelled_when_the_trainer_disconnects(quiet: Relaying, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from ascent.inference.remote.nccl_transfer import NcclVLLM, WeightGroup, run_tog
 from ascent.inference.remote.server_client import ServerLostError
 from ascent.inference.remote.weight_files import prepare_weights
 from ascent.settings import configure
-from tests.inference.remote.test_remote_engine import World, gap, stack
+from tests.inference.remote.test_remote_engine import EngineSetup, max_logprob_error, stack
 from tests.stand_in import VllmStandIn
 
 __all__ = ["stack"]  # a fixture
@@ -26,13 +26,13 @@ NCCL = {"engine_transport": "nccl"}
 @pytest.mark.long
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_arrive_by_broadcast_over_a_persistent_group(stack: ExitStack, tied: bool) -> None:
-    world = World(stack, servers=2, policy=NCCL, tie_word_embeddings=tied)
+    setup = EngineSetup(stack, servers=2, policy=NCCL, tie_word_embeddings=tied)
     for version in (0, 1):
-        world.load(version)
-        rollouts = world.generate()
-        assert gap(world.lm, rollouts) < 1e-5 and (rollouts.version == version).all()
-        world.move()
-    for server in world.servers:
+        setup.load(version)
+        rollouts = setup.generate()
+        assert max_logprob_error(setup.lm, rollouts) < 1e-5 and (rollouts.version == version).all()
+        setup.perturb_weights()
+    for server in setup.servers:
         calls = [call for call in server.calls if "weight" in call or call in ("/pause", "/resume")]
         assert calls.count("/init_weight_transfer_engine") == 1
         cycle = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
@@ -66,21 +66,21 @@ def test_broadcast_preserves_dtype_and_layout() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("after", [0, 3])
 def test_interrupted_broadcast_creates_a_new_group(stack: ExitStack, after: int) -> None:
-    world = World(stack, policy=NCCL)
-    world.load(0)
-    world.server.cut_off_after = after  # type: ignore[attr-defined]
-    world.move()
-    world.load(1)
-    assert gap(world.lm, world.generate()) < 1e-5
-    assert world.server.calls.count("/init_weight_transfer_engine") == 2
+    setup = EngineSetup(stack, policy=NCCL)
+    setup.load(0)
+    setup.server.cut_off_after = after  # type: ignore[attr-defined]
+    setup.perturb_weights()
+    setup.load(1)
+    assert max_logprob_error(setup.lm, setup.generate()) < 1e-5
+    assert setup.server.calls.count("/init_weight_transfer_engine") == 2
 
 
 @pytest.mark.long
 def test_server_that_never_joins_is_an_error_within_the_deadline(stack: ExitStack) -> None:
-    world = World(stack, policy=NCCL, deadline=0.5)
-    world.server.join = lambda _: None  # type: ignore[attr-defined]
+    setup = EngineSetup(stack, policy=NCCL, deadline=0.5)
+    setup.server.join = lambda _: None  # type: ignore[attr-defined]
     with pytest.raises(RunError, match=r"the engine was lost 4 times in a row|the engine is gone"):
-        world.load(0)
+        setup.load(0)
 
 
 def test_first_failure_of_request_and_broadcast_is_raised() -> None:

@@ -36,7 +36,7 @@ from ascent.rewards.tokenized_task import TokenizedTask
 from ascent.runs import checkpoint
 from ascent.runs.batch_serialization import pack_rollouts, unpack_rollouts
 from ascent.runs.journal import Journal
-from tests.inference.remote.test_remote_engine import World, gap
+from tests.inference.remote.test_remote_engine import EngineSetup, max_logprob_error
 from tests.language import VOCAB, prompts_of, write_tiny
 from tests.stand_in import StandIn, serving
 
@@ -47,7 +47,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def tickets(*steps: int, samples: int = 2) -> list[RolloutRequest]:
+def rollout_requests(*steps: int, samples: int = 2) -> list[RolloutRequest]:
     return [RolloutRequest(step, Prompts.of(prompts_of()), samples) for step in steps]
 
 
@@ -56,34 +56,34 @@ def wait_until_held(server: StandIn, count: int) -> None:
         assert server.lock.wait_for(lambda: server.held == count, 60)
 
 
-def go_on(server: StandIn) -> None:
+def resume_server(server: StandIn) -> None:
     with server.lock:
         server.hold_at = -1
         server.lock.notify_all()
 
 
-def step(sampler: RemoteEngine, number: int) -> list[Rollouts]:
-    """The groups of a step in their order, each of which came once."""
-    done = {int(each.prompt_indices[0]): each.rollouts for each in sampler.iter_finished(number, 60.0)}
+def collect_step(engine: RemoteEngine, number: int) -> list[Rollouts]:
+    """Return the groups of a step in order, after checking that each was yielded once."""
+    done = {int(each.prompt_indices[0]): each.rollouts for each in engine.iter_finished(number, 60.0)}
     assert sorted(done) == [0, 1, 2]
     return [done[place] for place in sorted(done)]
 
 
-def another(world: World, stack: ExitStack) -> RemoteEngine:
-    """A sampler of the same policy on the same servers, as after a resume."""
-    policy = CausalLM("tiny", engine="vllm", engine_url=tuple(server.url for server in world.servers))
-    sampler = RemoteEngine(policy, world.lm, 5, 32, 0.7, torch.Generator().manual_seed(2))
-    sampler.health_check_interval = 0.05
-    stack.callback(sampler.close)
-    return sampler
+def create_second_engine(setup: EngineSetup, stack: ExitStack) -> RemoteEngine:
+    """Create an engine of the same policy on the same servers, as a resume does."""
+    policy = CausalLM("tiny", engine="vllm", engine_url=tuple(server.url for server in setup.servers))
+    engine = RemoteEngine(policy, setup.lm, 5, 32, 0.7, torch.Generator().manual_seed(2))
+    engine.health_check_interval = 0.05
+    stack.callback(engine.close)
+    return engine
 
 
-def endless(stack: ExitStack, **more: Any) -> World:
-    """Responses of just as many tokens as are allowed."""
-    world = World(stack, **more)
-    world.lm.stop_token_ids = frozenset({VOCAB})
-    world.load(0)
-    return world
+def setup_without_stop_tokens(stack: ExitStack, **more: Any) -> EngineSetup:
+    """Return a setup whose responses always have the maximum length."""
+    setup = EngineSetup(stack, **more)
+    setup.lm.stop_token_ids = frozenset({VOCAB})
+    setup.load(0)
+    return setup
 
 
 # ---- new weights in flight ----------------------------------------------------------------------------
@@ -91,21 +91,21 @@ def endless(stack: ExitStack, **more: Any) -> World:
 
 @pytest.mark.long
 def test_each_token_has_the_logprob_of_its_policy_version(stack: ExitStack) -> None:
-    world = endless(stack)
-    world.server.hold_at = 2
-    world.sampler.submit(tickets(0, 1))
-    wait_until_held(world.server, 12)
-    old = deepcopy(world.lm)
-    world.move()
-    world.load(1)
-    go_on(world.server)
+    setup = setup_without_stop_tokens(stack)
+    setup.server.hold_at = 2
+    setup.engine.submit(rollout_requests(0, 1))
+    wait_until_held(setup.server, 12)
+    old = deepcopy(setup.lm)
+    setup.perturb_weights()
+    setup.load(1)
+    resume_server(setup.server)
     for number in (0, 1):
-        for rollouts in step(world.sampler, number):
+        for rollouts in collect_step(setup.engine, number):
             version = rollouts.version.expand(rollouts.mask.shape)
             assert version[0, 0].tolist() == [0, 0, 1, 1, 1]
-            assert gap(old, rollouts, version == 0) < 1e-5
-            assert gap(world.lm, rollouts, version == 1) < 1e-5
-    assert not world.sampler.pending
+            assert max_logprob_error(old, rollouts, version == 0) < 1e-5
+            assert max_logprob_error(setup.lm, rollouts, version == 1) < 1e-5
+    assert not setup.engine.pending
 
 
 @pytest.mark.long
@@ -114,8 +114,8 @@ def test_each_token_has_the_logprob_of_its_policy_version(stack: ExitStack) -> N
 def test_probe_covers_responses_that_continue_across_a_load(
     stack: ExitStack, kept: bool, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = endless(stack, engine=engine)
-    server, own, sleep = world.server, world.sampler.server_pool.probe, asyncio.sleep
+    setup = setup_without_stop_tokens(stack, engine=engine)
+    server, probe, sleep = setup.server, setup.engine.server_pool.probe, asyncio.sleep
 
     async def until_it_is_begun(_: float) -> None:
         while not server.probe_held:
@@ -123,49 +123,49 @@ def test_probe_covers_responses_that_continue_across_a_load(
 
     monkeypatch.setattr(server_pool.asyncio, "sleep", until_it_is_begun)
     server.hold_at, server.keep_running = 0, kept
-    world.sampler.submit(tickets(0, 1))
+    setup.engine.submit(rollout_requests(0, 1))
     wait_until_held(server, 12)
     server.hold_probe_at = 3
-    world.move()
+    setup.perturb_weights()
     with pytest.raises(RunError, match="continues with an old KV cache") if kept else nullcontext():
-        world.load(1)
-    go_on(server)
-    assert own.continued == (3, 5)
+        setup.load(1)
+    resume_server(server)
+    assert probe.continued == (3, 5)
 
 
 @pytest.mark.long
 def test_each_step_uses_the_same_seeds_with_and_without_ahead(stack: ExitStack) -> None:
-    world = endless(stack)
+    setup = setup_without_stop_tokens(stack)
     whole = []
     for number in range(3):
-        world.sampler.submit(tickets(number))
-        whole.append(step(world.sampler, number))
-    early = another(world, stack)
+        setup.engine.submit(rollout_requests(number))
+        whole.append(collect_step(setup.engine, number))
+    early = create_second_engine(setup, stack)
     early.generator.manual_seed(1)
     early.load({}, 0)
-    early.submit(tickets(0, 1, 2))
+    early.submit(rollout_requests(0, 1, 2))
     for number, groups in enumerate(whole):
-        for one, other in zip(groups, step(early, number), strict=True):
+        for one, other in zip(groups, collect_step(early, number), strict=True):
             assert torch.equal(one.response, other.response) and torch.equal(one.logp_sampler, other.logp_sampler)
 
 
 @pytest.mark.long
 def test_requests_of_earlier_steps_have_priority(stack: ExitStack) -> None:
-    """A redraw of this step, or an evaluation, does not wait for all that was asked ahead."""
-    world = endless(stack, rows=1)
-    world.server.hold_at = 0
-    world.sampler.submit(tickets(0, 3))
-    world.sampler.submit([replace(one, seed=7, samples=1) for one in tickets(0)])
-    wait_until_held(world.server, 1)
-    known = len(world.server.asked)
-    go_on(world.server)
+    """Requests for the present step or an evaluation do not wait for requests ahead."""
+    setup = setup_without_stop_tokens(stack, rows=1)
+    setup.server.hold_at = 0
+    setup.engine.submit(rollout_requests(0, 3))
+    setup.engine.submit([replace(one, seed=7, samples=1) for one in rollout_requests(0)])
+    wait_until_held(setup.server, 1)
+    known = len(setup.server.asked)
+    resume_server(setup.server)
     step_of = {}
-    for one in world.sampler.pending:
+    for one in setup.engine.pending:
         assert one.seeds is not None
         step_of |= dict.fromkeys(one.seeds.flatten().tolist(), (one.request.step, one.request.seed))
-    list(world.sampler.iter_finished(0, 60.0))
-    step(world.sampler, 3)
-    order = [step_of[body["sampling_params"]["seed"]] for body in world.server.asked[known:]]
+    list(setup.engine.iter_finished(0, 60.0))
+    collect_step(setup.engine, 3)
+    order = [step_of[body["sampling_params"]["seed"]] for body in setup.server.asked[known:]]
     assert order == [(0, None)] * 5 + [(0, 7)] * 3 + [(3, None)] * 6
 
 
@@ -174,52 +174,57 @@ def test_requests_of_earlier_steps_have_priority(stack: ExitStack) -> None:
 
 @pytest.mark.long
 def test_checkpoint_keeps_complete_responses_and_the_rest_keep_their_seeds(stack: ExitStack) -> None:
-    world = endless(stack)
-    world.server.hold_at = 2  # the first prompt allows two tokens, so its responses are whole
+    setup = setup_without_stop_tokens(stack)
+    setup.server.hold_at = 2  # the first prompt allows two tokens, so its responses are whole
     prompts = Prompts(prompts_of(), torch.arange(3), limits=torch.tensor([2, 5, 5]))
-    world.sampler.submit([RolloutRequest(number, prompts, 2) for number in (1, 2)])
-    wait_until_held(world.server, 8)
-    while sum(len(whole(one)) for one in world.sampler.snapshot_pending()) < 4:
+    setup.engine.submit([RolloutRequest(number, prompts, 2) for number in (1, 2)])
+    wait_until_held(setup.server, 8)
+    while sum(len(complete_indices(one)) for one in setup.engine.snapshot_pending()) < 4:
         time.sleep(0.01)
-    tensors, plain = pack_rollouts(world.sampler.snapshot_pending())
-    world.sampler.close()
-    held = unpack_rollouts(tensors, plain)
-    kept = {(i, *place) for i, one in enumerate(held) for place in whole(one)}
-    assert len(kept) == 4 and [one.request.step for one in held] == [1, 2]
-    go_on(world.server)
-    before = len(world.server.asked)
-    again = another(world, stack)
-    again.pending = held
-    again.load({}, 0)
-    groups = [step(again, number) for number in (1, 2)]
-    seeds = [body["sampling_params"]["seed"] for body in world.server.asked[before + 2 :]]  # behind the probe
-    expected = [int(one.seeds[place]) for i, one in enumerate(held) for place in places(one) if (i, *place) not in kept]
+    tensors, plain = pack_rollouts(setup.engine.snapshot_pending())
+    setup.engine.close()
+    pending = unpack_rollouts(tensors, plain)
+    complete = {(i, *index) for i, one in enumerate(pending) for index in complete_indices(one)}
+    assert len(complete) == 4 and [one.request.step for one in pending] == [1, 2]
+    resume_server(setup.server)
+    before = len(setup.server.asked)
+    resumed = create_second_engine(setup, stack)
+    resumed.pending = pending
+    resumed.load({}, 0)
+    groups = [collect_step(resumed, number) for number in (1, 2)]
+    seeds = [body["sampling_params"]["seed"] for body in setup.server.asked[before + 2 :]]  # behind the probe
+    expected = [
+        int(one.seeds[index])
+        for i, one in enumerate(pending)
+        for index in response_indices(one)
+        if (i, *index) not in complete
+    ]
     assert sorted(seeds) == sorted(expected)
-    for i, p, s in kept:
-        assert torch.equal(groups[i][p].response[0, s], held[i].rollouts.response[p, s])
-        assert torch.equal(groups[i][p].logp_sampler[0, s], held[i].rollouts.logp_sampler[p, s])
+    for i, p, s in complete:
+        assert torch.equal(groups[i][p].response[0, s], pending[i].rollouts.response[p, s])
+        assert torch.equal(groups[i][p].logp_sampler[0, s], pending[i].rollouts.logp_sampler[p, s])
 
 
-def places(one: PendingRollout) -> list[tuple[int, int]]:
+def response_indices(one: PendingRollout) -> list[tuple[int, int]]:
     return [(p, s) for p in range(len(one.request.prompts)) for s in range(one.request.samples)]
 
 
-def whole(one: PendingRollout) -> list[tuple[int, int]]:
-    """Places of responses that a checkpoint has brought."""
+def complete_indices(one: PendingRollout) -> list[tuple[int, int]]:
+    """Return the indices of responses that are complete in a checkpoint."""
     return [
         place
-        for place in places(one)
+        for place in response_indices(one)
         if one.rollouts is not None and (one.unfinished is None or not one.unfinished[place])
     ]
 
 
 @pytest.mark.long
 def test_requests_before_the_first_load_wait(stack: ExitStack) -> None:
-    world = World(stack)
-    world.sampler.submit(tickets(0))
-    assert world.sampler.pending[0].seeds is not None and not world.server.calls
-    world.load(0)
-    step(world.sampler, 0)
+    setup = EngineSetup(stack)
+    setup.engine.submit(rollout_requests(0))
+    assert setup.engine.pending[0].seeds is not None and not setup.server.calls
+    setup.load(0)
+    collect_step(setup.engine, 0)
 
 
 # ---- servers that fail -------------------------------------------------------------------------------
@@ -228,49 +233,49 @@ def test_requests_before_the_first_load_wait(stack: ExitStack) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("servers", [1, 2])
 def test_server_that_dies_during_training_is_detected_at_the_next_load(stack: ExitStack, servers: int) -> None:
-    world = endless(stack, servers=servers)
-    world.server.hold_at = 2
-    world.sampler.submit(tickets(0, 1))
-    wait_until_held(world.server, 12 if servers == 1 else 8)
-    world.server.hold_at = -1
-    world.server.kill()
+    setup = setup_without_stop_tokens(stack, servers=servers)
+    setup.server.hold_at = 2
+    setup.engine.submit(rollout_requests(0, 1))
+    wait_until_held(setup.server, 12 if servers == 1 else 8)
+    setup.server.hold_at = -1
+    setup.server.kill()
     if servers == 1:
-        world.server.revive()
-    world.move()
-    world.load(1)
-    assert world.sampler.server_pool.servers[0].is_down is (servers == 2), "alone it has come back"
+        setup.server.revive()
+    setup.perturb_weights()
+    setup.load(1)
+    assert setup.engine.server_pool.servers[0].is_down is (servers == 2), "a single server has recovered"
     for number in (0, 1):
-        for rollouts in step(world.sampler, number):
+        for rollouts in collect_step(setup.engine, number):
             version = rollouts.version.expand(rollouts.mask.shape)
-            assert gap(world.lm, rollouts, version == 1) < 1e-5
-    loads = world.server.calls.count("/finish_weight_update")
-    assert loads == (2 if servers == 1 else 1), "weights came once more, however many responses were lost"
+            assert max_logprob_error(setup.lm, rollouts, version == 1) < 1e-5
+    loads = setup.server.calls.count("/finish_weight_update")
+    assert loads == (2 if servers == 1 else 1), "weights were sent once more, for any number of lost responses"
 
 
 @pytest.mark.long
 @pytest.mark.smoke
 def test_permanently_lost_server_is_tolerated_while_another_serves(stack: ExitStack) -> None:
-    world = World(stack, servers=2)
-    world.load(0)
-    world.server.kill()
+    setup = EngineSetup(stack, servers=2)
+    setup.load(0)
+    setup.server.kill()
     for version in range(1, 7):
-        world.load(version)
-        world.sampler.submit(tickets(version))
-        step(world.sampler, version)
-    assert world.sampler.server_pool.servers[0].is_down
-    world.server.revive()
-    world.load(7)
-    assert not world.sampler.server_pool.servers[0].is_down and world.server.version == "7"
+        setup.load(version)
+        setup.engine.submit(rollout_requests(version))
+        collect_step(setup.engine, version)
+    assert setup.engine.server_pool.servers[0].is_down
+    setup.server.revive()
+    setup.load(7)
+    assert not setup.engine.server_pool.servers[0].is_down and setup.server.version == "7"
 
 
 @pytest.mark.long
 def test_responses_of_an_externally_restarted_server_are_discarded(stack: ExitStack) -> None:
-    world = World(stack)
-    world.load(0)
-    world.server.kill()
-    world.server.revive()
-    rollouts = world.generate()
-    assert gap(world.lm, rollouts) < 1e-5 and (rollouts.version == 0).all()
+    setup = EngineSetup(stack)
+    setup.load(0)
+    setup.server.kill()
+    setup.server.revive()
+    rollouts = setup.generate()
+    assert max_logprob_error(setup.lm, rollouts) < 1e-5 and (rollouts.version == 0).all()
 
 
 @pytest.mark.smoke
@@ -278,31 +283,31 @@ def test_responses_of_an_externally_restarted_server_are_discarded(stack: ExitSt
 def test_twenty_kills_lose_and_duplicate_no_response(
     stack: ExitStack, servers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it writes, takes weights or is probed: whoever asks loses the connection, and it starts anew."""
+    """A server is killed while it generates, loads weights or is probed: connections break and it restarts."""
     (
         monkeypatch.setattr(weight_probe, "MAX_RESPONSE_TOKENS", 2),
         monkeypatch.setattr(server_pool, "MAX_CONSECUTIVE_FAILURES", 20),
     )
-    world, rng, ahead = World(stack, servers=servers, rows=3), random.Random(servers), 2
-    for server in world.servers:
+    setup, rng, ahead = EngineSetup(stack, servers=servers, rows=3), random.Random(servers), 2
+    for server in setup.servers:
         server.kills = [rng.randrange(90) for _ in range(20 // servers)]
     number, asked = 0, dict[int, int]()
-    while any(server.kills for server in world.servers):
-        world.load(number)
+    while any(server.kills for server in setup.servers):
+        setup.load(number)
         for later in range(number, number + ahead + 1):
             if later not in asked.values():
-                world.sampler.submit(tickets(later, samples=3))
-                (seeds,) = [one.seeds for one in world.sampler.pending if one.request.step == later]
+                setup.engine.submit(rollout_requests(later, samples=3))
+                (seeds,) = [one.seeds for one in setup.engine.pending if one.request.step == later]
                 assert seeds is not None
                 asked |= dict.fromkeys(seeds.flatten().tolist(), later)
-        groups = step(world.sampler, number)
+        groups = collect_step(setup.engine, number)
         versions = torch.cat([each.version.expand(each.mask.shape)[each.mask] for each in groups])
         assert number - ahead <= int(versions.min()) <= int(versions.max()) <= number
-        assert [one.request.step for one in world.sampler.pending] == [number + 1, number + 2]
-        world.move(0.01)
+        assert [one.request.step for one in setup.engine.pending] == [number + 1, number + 2]
+        setup.perturb_weights(0.01)
         number += 1
         assert number < 100
-    bodies = [body for server in world.servers for body in server.asked if body]  # one that was given up may be empty
+    bodies = [body for server in setup.servers for body in server.asked if body]  # one that was given up may be empty
     sent = {body["sampling_params"]["seed"] for body in bodies} - {0, 1}  # probes
     assert sent <= asked.keys() and number > 1
 

@@ -1,6 +1,6 @@
-"""Rollouts from a serving engine: tickets, weights, the probe, and every way a server was seen to fail.
+"""Rollouts from a serving engine: requests, weights, the probe, and failures of servers.
 
-The server here is a stand-in (tests/stand_in.py); tests/engines_vllm.py asks a real vLLM the same.
+The server here is a stand-in (tests/stand_in.py); tests/engines_vllm.py repeats the checks with a real vLLM.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ SMALL = {"dtype": torch.float32, "max_position_embeddings": 32, "num_hidden_laye
 every_engine = pytest.mark.parametrize("engine", mostly_smokes([adapter.name for adapter in ENGINES], "vllm"))
 
 
-class World:
-    """A model, its stand-ins and a sampler on them."""
+class EngineSetup:
+    """A model, its stand-in servers and a remote engine on them."""
 
     def __init__(self, stack: ExitStack, servers: int = 1, temperature: float = 0.7, limit: int = 5, **more: Any):
         deadline, rows = more.pop("deadline", 20.0), more.pop("rows", 0)
@@ -69,26 +69,26 @@ class World:
         urls = tuple(through(server) for server in self.servers)
         self.policy = CausalLM("tiny", engine=engine, engine_url=urls, **settings)
         generator = torch.Generator().manual_seed(1)
-        self.sampler = RemoteEngine(self.policy, self.lm, limit, 32, temperature, generator)
-        self.sampler.health_check_interval = 0.05
-        stack.callback(self.sampler.close)
+        self.engine = RemoteEngine(self.policy, self.lm, limit, 32, temperature, generator)
+        self.engine.health_check_interval = 0.05
+        stack.callback(self.engine.close)
 
     @property
     def server(self) -> StandIn:
         return self.servers[0]
 
-    def move(self, scale: float = 0.05) -> None:
-        """A step of training, so to say."""
-        generator = torch.Generator().manual_seed(self.sampler.version)
+    def perturb_weights(self, scale: float = 0.05) -> None:
+        """Change the weights, as a training step does."""
+        generator = torch.Generator().manual_seed(self.engine.version)
         with torch.no_grad():
             for p in self.lm.model.parameters():
                 p.add_(torch.randn(p.shape, generator=generator) * scale)
 
     def load(self, version: int) -> None:
-        self.sampler.load({}, version)
+        self.engine.load({}, version)
 
     def generate(self, samples: int = 2, seed: int = 5, **more: Any) -> Rollouts:
-        return self.sampler.generate(Prompts.of(prompts_of()), samples, seed=seed, **more)
+        return self.engine.generate(Prompts.of(prompts_of()), samples, seed=seed, **more)
 
 
 @pytest.fixture
@@ -98,9 +98,9 @@ def stack() -> Iterator[ExitStack]:
 
 
 @torch.no_grad()
-def gap(lm: LanguageModel, rollouts: Rollouts, some: torch.Tensor | None = None) -> float:
-    """How far the rollouts' log-probs (or some of them) are from the model's own, at most."""
-    far, some = 0.0, rollouts.mask if some is None else some
+def max_logprob_error(lm: LanguageModel, rollouts: Rollouts, some: torch.Tensor | None = None) -> float:
+    """Return the maximum difference of the rollouts' log-probs (or some of them) from the model's."""
+    error, some = 0.0, rollouts.mask if some is None else some
     for i, row in enumerate(rollouts.prompt):
         ids = row[row >= 0]
         for mask, tokens, logp, which in zip(
@@ -108,53 +108,53 @@ def gap(lm: LanguageModel, rollouts: Rollouts, some: torch.Tensor | None = None)
         ):
             end = 1 + int(mask.nonzero().max())
             hidden = lm.backbone(input_ids=torch.cat([ids, tokens[:end]])[None]).last_hidden_state[0, len(ids) - 1 : -1]
-            own = token_stats(LMHead.of(lm.model), hidden, tokens[:end], rollouts.temperature)[0]
-            far = max([far, *(own - logp[:end])[(which & mask)[:end]].abs().tolist()])
-    return far
+            expected = token_stats(LMHead.of(lm.model), hidden, tokens[:end], rollouts.temperature)[0]
+            error = max([error, *(expected - logp[:end])[(which & mask)[:end]].abs().tolist()])
+    return error
 
 
-def same(one: Rollouts, other: Rollouts) -> None:
+def assert_same_tokens(one: Rollouts, other: Rollouts) -> None:
     assert torch.equal(one.mask, other.mask) and torch.equal(one.response, other.response)
 
 
-# ---- what the loop gets ------------------------------------------------------------------------------
+# ---- rollouts ---------------------------------------------------------------------------------------
 
 
 @every_engine
 @pytest.mark.long
 @pytest.mark.parametrize("tied", [True, False])
 def test_logprobs_match_the_learner_after_every_load(stack: ExitStack, engine: str, tied: bool) -> None:
-    world = World(stack, engine=engine, tie_word_embeddings=tied)
+    setup = EngineSetup(stack, engine=engine, tie_word_embeddings=tied)
     for version in (3, 4):
-        world.load(version)
-        rollouts = world.generate()
-        assert gap(world.lm, rollouts) < 1e-5
+        setup.load(version)
+        rollouts = setup.generate()
+        assert max_logprob_error(setup.lm, rollouts) < 1e-5
         assert (rollouts.version == version).all() and rollouts.version.shape == (3, 2, 1)
-        world.move()
-    assert ("lm_head.weight" in world.server.received) is not tied
-    assert gap(world.lm, rollouts) > 1e-3, "a version behind"
+        setup.perturb_weights()
+    assert ("lm_head.weight" in setup.server.received) is not tied
+    assert max_logprob_error(setup.lm, rollouts) > 1e-3, "the rollouts are of the previous version"
 
 
 @pytest.mark.long
 def test_seed_determines_samples_and_is_drawn_like_the_local_engine(stack: ExitStack) -> None:
-    world = World(stack)
-    world.load(0)
-    same(world.generate(seed=5), world.generate(seed=5))
-    world.server.asked.clear()
-    world.sampler.generate(Prompts.of(prompts_of()), 2)
+    setup = EngineSetup(stack)
+    setup.load(0)
+    assert_same_tokens(setup.generate(seed=5), setup.generate(seed=5))
+    setup.server.asked.clear()
+    setup.engine.generate(Prompts.of(prompts_of()), 2)
     drawn = torch.randint(2**62, (3, 2), generator=torch.Generator().manual_seed(1))
-    assert sorted(body["sampling_params"]["seed"] for body in world.server.asked) == sorted(drawn.flatten().tolist())
-    assert all(body["sampling_params"]["ignore_eos"] for body in world.server.asked), "our end tokens, and no others"
-    assert all(body["sampling_params"]["stop_token_ids"] == [3] for body in world.server.asked)
+    assert sorted(body["sampling_params"]["seed"] for body in setup.server.asked) == sorted(drawn.flatten().tolist())
+    assert all(body["sampling_params"]["ignore_eos"] for body in setup.server.asked), "no other end tokens"
+    assert all(body["sampling_params"]["stop_token_ids"] == [3] for body in setup.server.asked)
 
 
 @every_engine
 @pytest.mark.long
 def test_stops_truncation_and_limits_per_prompt(stack: ExitStack, engine: str) -> None:
-    world = World(stack, engine=engine, temperature=1.0)
-    world.load(0)
+    setup = EngineSetup(stack, engine=engine, temperature=1.0)
+    setup.load(0)
     prompts = Prompts(prompts_of(), torch.arange(3), limits=torch.tensor([9, 1, 3]))
-    rollouts = world.sampler.generate(prompts, 8, seed=0, limit=4)
+    rollouts = setup.engine.generate(prompts, 8, seed=0, limit=4)
     last = rollouts.response.gather(-1, (rollouts.length - 1).unsqueeze(-1)).squeeze(-1)
     assert torch.equal(rollouts.truncated, last != 3) and rollouts.truncated.any() and not rollouts.truncated.all()
     assert rollouts.length.amax(1).tolist() == [4, 1, 3] and rollouts.limit == 4
@@ -164,20 +164,20 @@ def test_stops_truncation_and_limits_per_prompt(stack: ExitStack, engine: str) -
 @every_engine
 @pytest.mark.long
 def test_greedy_responses_match_the_local_engine(stack: ExitStack, engine: str) -> None:
-    world = World(stack, engine=engine)
-    world.load(0)
-    local = sampler_of(world.lm, limit=5, temperature=0.7)
-    same(world.generate(1, greedy=True), local.generate(Prompts.of(prompts_of()), 1, greedy=True))
+    setup = EngineSetup(stack, engine=engine)
+    setup.load(0)
+    local = sampler_of(setup.lm, limit=5, temperature=0.7)
+    assert_same_tokens(setup.generate(1, greedy=True), local.generate(Prompts.of(prompts_of()), 1, greedy=True))
 
 
 @every_engine
 @pytest.mark.long
 def test_conversations_match_the_local_engine_in_any_order(stack: ExitStack, engine: str) -> None:
-    world = World(stack, engine=engine, limit=24, rows=3, max_position_embeddings=64)
-    world.load(0)
-    local = sampler_of(world.lm, limit=24, temperature=0.7)
+    setup = EngineSetup(stack, engine=engine, limit=24, rows=3, max_position_embeddings=64)
+    setup.load(0)
+    local = sampler_of(setup.lm, limit=24, temperature=0.7)
 
-    def played(sampler: Any, order: int | None, **more: Any) -> Rollouts:
+    def generate_conversations(engine: Any, order: int | None, **more: Any) -> Rollouts:
         turns: dict[int, int] = {}
 
         def observe(response: int, tokens: list[int]) -> list[int]:
@@ -186,60 +186,63 @@ def test_conversations_match_the_local_engine_in_any_order(stack: ExitStack, eng
 
         play = AtOnce(observe) if order is None else InAnyOrder(observe, order)
         play.turn_tokens = 4
-        return sampler.generate(replace(Prompts.of(prompts_of()), start_episodes=play), 2, **more)
+        return engine.generate(replace(Prompts.of(prompts_of()), start_episodes=play), 2, **more)
 
-    one, other = played(world.sampler, None, greedy=True), played(local, None, greedy=True)
-    same(one, other)
+    one, other = (
+        generate_conversations(setup.engine, None, greedy=True),
+        generate_conversations(local, None, greedy=True),
+    )
+    assert_same_tokens(one, other)
     for name in ("present", "turn", "truncated", "valid"):
         assert torch.equal(getattr(one, name), getattr(other, name))
     assert not one.truncated.all() and int(one.turn.max()) == 3  # type: ignore[union-attr]
-    drawn = [played(world.sampler, order, seed=5) for order in (None, 3, 8)]
-    same(drawn[0], drawn[1]), same(drawn[0], drawn[2])
-    assert gap(world.lm, drawn[0]) < 1e-5
+    drawn = [generate_conversations(setup.engine, order, seed=5) for order in (None, 3, 8)]
+    assert_same_tokens(drawn[0], drawn[1]), assert_same_tokens(drawn[0], drawn[2])
+    assert max_logprob_error(setup.lm, drawn[0]) < 1e-5
     seeds = {
-        body["sampling_params"].get("seed", body["sampling_params"].get("sampling_seed")) for body in world.server.asked
+        body["sampling_params"].get("seed", body["sampling_params"].get("sampling_seed")) for body in setup.server.asked
     }
-    assert len(seeds) > 6, "turns of a response are drawn with seeds of their own"
+    assert len(seeds) > 6, "each turn has another seed"
 
 
 @pytest.mark.long
 def test_server_failure_in_a_conversation_changes_nothing(stack: ExitStack) -> None:
-    world = World(stack, servers=2, limit=24, max_position_embeddings=64)
-    world.load(0)
+    setup = EngineSetup(stack, servers=2, limit=24, max_position_embeddings=64)
+    setup.load(0)
 
-    def played() -> Rollouts:
+    def generate_conversations() -> Rollouts:
         play = AtOnce(lambda _, tokens: [7, 8] if len(tokens) < 12 else [])
         play.turn_tokens = 4
-        return world.sampler.generate(replace(Prompts.of(prompts_of()), start_episodes=play), 2, seed=5)
+        return setup.engine.generate(replace(Prompts.of(prompts_of()), start_episodes=play), 2, seed=5)
 
-    whole = played()
-    world.server.die_after = len(world.server.asked) + 4
-    same(played(), whole)
-    assert world.server.dead
+    whole = generate_conversations()
+    setup.server.die_after = len(setup.server.asked) + 4
+    assert_same_tokens(generate_conversations(), whole)
+    assert setup.server.dead
 
 
 @pytest.mark.long
 def test_each_group_is_yielded_once_and_requests_are_kept_apart(stack: ExitStack) -> None:
-    world = World(stack, servers=2)
-    world.load(2)
+    setup = EngineSetup(stack, servers=2)
+    setup.load(2)
     prompts = Prompts.of(prompts_of())
-    tickets = [
+    requests = [
         RolloutRequest(2, prompts, 3, seed=7),
         RolloutRequest(2, prompts, 1, greedy=True),
         RolloutRequest(3, prompts, 2, seed=8),
     ]
-    world.sampler.submit(tickets)
-    evaluated = world.generate(1, greedy=True)
-    done = list(world.sampler.iter_finished(2, 60.0))
-    for ticket in tickets[:2]:
-        places = sorted(int(each.prompt_indices[0]) for each in done if each.request is ticket)
+    setup.engine.submit(requests)
+    evaluated = setup.generate(1, greedy=True)
+    done = list(setup.engine.iter_finished(2, 60.0))
+    for request in requests[:2]:
+        places = sorted(int(each.prompt_indices[0]) for each in done if each.request is request)
         assert places == [0, 1, 2]
-    later = list(world.sampler.iter_finished(3, 60.0))
+    later = list(setup.engine.iter_finished(3, 60.0))
     assert sorted(int(each.prompt_indices[0]) for each in later) == [0, 1, 2] and len(done) == 6
-    assert world.sampler.timeline.capacity == 18, "as many as there are responses under way, without the evaluation's"
-    whole = world.generate(3, seed=7)
+    assert setup.engine.timeline.capacity == 18, "responses in flight, without those of the evaluation"
+    whole = setup.generate(3, seed=7)
     for each in done:
-        if each.request is tickets[0]:
+        if each.request is requests[0]:
             picked = whole.select(each.prompt_indices)
             width = each.rollouts.mask.shape[-1]
             assert torch.equal(each.rollouts.response, picked.response[..., :width] * each.rollouts.mask)
@@ -249,11 +252,11 @@ def test_each_group_is_yielded_once_and_requests_are_kept_apart(stack: ExitStack
 @every_engine
 @pytest.mark.long
 def test_aborted_request_is_sent_again(stack: ExitStack, engine: str) -> None:
-    world = World(stack, engine=engine)
-    world.load(0)
-    expected = world.generate()
-    world.server.abort_once = True
-    same(world.generate(), expected)
+    setup = EngineSetup(stack, engine=engine)
+    setup.load(0)
+    expected = setup.generate()
+    setup.server.abort_once = True
+    assert_same_tokens(setup.generate(), expected)
 
 
 # ---- weights -----------------------------------------------------------------------------------------
@@ -284,8 +287,8 @@ def test_weight_files_are_removed_also_after_a_kill(
     (left,) = tmp_path.glob("ascent-weights-*")
     ours = weight_files.weights_folder(1)
     assert not left.exists() and ours.exists()
-    world = World(stack)
-    world.load(0)
+    setup = EngineSetup(stack)
+    setup.load(0)
     assert list(tmp_path.glob("*weights*")) == [ours]
     ours.rmdir()
 
@@ -334,58 +337,58 @@ SABOTAGE: dict[str, tuple[dict[str, Any], str]] = {
 )
 def test_corrupted_load_is_detected(stack: ExitStack, engine: str, what: str) -> None:
     faults, words = SABOTAGE[what]
-    world = World(stack, engine=engine)
-    world.server.ignore_salt = faults.get("ignore_salt", False)
-    world.load(0)
-    world.move()
+    setup = EngineSetup(stack, engine=engine)
+    setup.server.ignore_salt = faults.get("ignore_salt", False)
+    setup.load(0)
+    setup.perturb_weights()
     for name, value in faults.items():
-        setattr(world.server, name, value)
+        setattr(setup.server, name, value)
     with pytest.raises(RunError, match=words):
-        world.load(1)
+        setup.load(1)
 
 
 @pytest.mark.long
 def test_either_prefix_cache_safeguard_is_sufficient(stack: ExitStack) -> None:
-    world = World(stack)
-    world.server.keep_cache = True
+    setup = EngineSetup(stack)
+    setup.server.keep_cache = True
     for version in (0, 1):
-        world.load(version)
-        world.move()
-    world.server.keep_cache, world.server.ignore_salt = False, True
-    world.load(2)
+        setup.load(version)
+        setup.perturb_weights()
+    setup.server.keep_cache, setup.server.ignore_salt = False, True
+    setup.load(2)
 
 
 def test_unused_parameter_is_named(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(stack)
+    setup = EngineSetup(stack)
     every = weight_files.checkpoint_tensors
     some = lambda lm: {k: v for k, v in every(lm).items() if k != "model.norm.weight"}  # noqa: E731
     monkeypatch.setattr("ascent.inference.remote.server_pool.checkpoint_tensors", some)
     with pytest.raises(RunError, match=r"model\.norm\.weight was not loaded"):
-        world.load(0)
+        setup.load(0)
 
 
 @pytest.mark.long
 def test_failed_weight_load_is_retried(stack: ExitStack) -> None:
-    world = World(stack)
-    world.server.refuse_weights = 2
-    world.load(0)
-    assert gap(world.lm, world.generate()) < 1e-5
-    world.server.refuse_weights = 9
+    setup = EngineSetup(stack)
+    setup.server.refuse_weights = 2
+    setup.load(0)
+    assert max_logprob_error(setup.lm, setup.generate()) < 1e-5
+    setup.server.refuse_weights = 9
     with pytest.raises(RunError, match="no such file"):
-        world.load(1)
+        setup.load(1)
 
 
 @every_engine
 def test_server_of_another_version_or_context_length_gets_no_weights(stack: ExitStack, engine: str) -> None:
-    world = World(stack, engine=engine)
-    release = world.server.release
-    world.server.release = "0.31.2"
+    setup = EngineSetup(stack, engine=engine)
+    release = setup.server.release
+    setup.server.release = "0.31.2"
     with pytest.raises(RunError, match=r"0\.31\.2, but Ascent supports"):
-        world.load(0)
-    world.server.release, world.server.context = release, 20
+        setup.load(0)
+    setup.server.release, setup.server.context = release, 20
     with pytest.raises(RunError, match="context length of 20 tokens, but a prompt with its response may have"):
-        world.load(0)
-    assert not world.server.received
+        setup.load(0)
+    assert not setup.server.received
 
 
 @every_engine
@@ -394,9 +397,9 @@ def test_server_of_another_engine_is_rejected(stack: ExitStack, engine: str) -> 
     (other,) = STAND_INS.keys() - {engine}
     strange = stack.enter_context(serving(deepcopy(model_of(**SMALL).model), other))
     urls = iter([None, strange.url + "/"])
-    world = World(stack, servers=2, engine=engine, through=lambda server: next(urls) or server.url)
+    setup = EngineSetup(stack, servers=2, engine=engine, through=lambda server: next(urls) or server.url)
     with pytest.raises(RunError, match=r"(Is it|not that of) (vLLM 0\.32|SGLang 0\.5\.23)"):
-        world.load(0)
+        setup.load(0)
     assert not strange.received
 
 
@@ -405,15 +408,15 @@ def test_server_of_another_engine_is_rejected(stack: ExitStack, engine: str) -> 
 @pytest.mark.parametrize(("last", "words"), [(7, "at token 7, which is not an end token"), (3, "")])
 def test_response_that_ends_too_early_is_an_error(stack: ExitStack, engine: str, last: int, words: str) -> None:
     """As one does that a server cuts for want of memory, or at an end token that is not the model's."""
-    world = World(stack, engine=engine)
-    world.load(0)
+    setup = EngineSetup(stack, engine=engine)
+    setup.load(0)
     spans = [{"version": "0", "start": 0, "end": 2}]
-    world.server.draw = lambda *_: ([9, last], [-1.0, -1.0], spans)  # type: ignore[method-assign, misc, assignment]
+    setup.server.draw = lambda *_: ([9, last], [-1.0, -1.0], spans)  # type: ignore[method-assign, misc, assignment]
     if not words:
-        assert not world.generate().truncated.any()
+        assert not setup.generate().truncated.any()
         return
     with pytest.raises(RunError, match=words):
-        world.generate()
+        setup.generate()
 
 
 # ---- a server that fails -----------------------------------------------------------------------------
@@ -424,39 +427,39 @@ def test_response_that_ends_too_early_is_an_error(stack: ExitStack, engine: str,
 def test_requests_of_a_dead_server_move_to_others_with_the_same_seeds(
     stack: ExitStack, engine: str, after: int
 ) -> None:
-    world = World(stack, servers=2, engine=engine)
-    world.load(0)
-    expected = world.generate(samples=4)
-    world.server.die_after = len(world.server.asked) + after
-    same(world.generate(samples=4), expected)
-    assert world.sampler.server_pool.servers[0].is_down
-    world.server.dead, world.server.die_after = False, -1
-    world.move()
-    world.load(1)
-    before = len(world.server.asked)
-    assert gap(world.lm, world.generate()) < 1e-5
-    assert len(world.server.asked) > before, "it serves again after the next load"
+    setup = EngineSetup(stack, servers=2, engine=engine)
+    setup.load(0)
+    expected = setup.generate(samples=4)
+    setup.server.die_after = len(setup.server.asked) + after
+    assert_same_tokens(setup.generate(samples=4), expected)
+    assert setup.engine.server_pool.servers[0].is_down
+    setup.server.dead, setup.server.die_after = False, -1
+    setup.perturb_weights()
+    setup.load(1)
+    before = len(setup.server.asked)
+    assert max_logprob_error(setup.lm, setup.generate()) < 1e-5
+    assert len(setup.server.asked) > before, "it serves again after the next load"
 
 
 @pytest.mark.long
 def test_recovered_server_gets_weights_and_a_probe_before_requests(stack: ExitStack) -> None:
-    world = World(stack)
-    world.load(0)
-    expected = world.generate(samples=4)
-    world.server.die_after = len(world.server.asked) + 3
-    revived, known = stack.enter_context(reviving(world.server)), len(world.server.calls)
-    world.sampler.submit([RolloutRequest(0, Prompts.of(prompts_of()), 4, seed=5)])
-    done = list(world.sampler.iter_finished(0, 60.0))
+    setup = EngineSetup(stack)
+    setup.load(0)
+    expected = setup.generate(samples=4)
+    setup.server.die_after = len(setup.server.asked) + 3
+    revived, known = stack.enter_context(reviving(setup.server)), len(setup.server.calls)
+    setup.engine.submit([RolloutRequest(0, Prompts.of(prompts_of()), 4, seed=5)])
+    done = list(setup.engine.iter_finished(0, 60.0))
     assert revived and sorted(int(each.prompt_indices[0]) for each in done) == [0, 1, 2]
     for each in done:
         width = each.rollouts.mask.shape[-1]
         assert torch.equal(each.rollouts.response, expected.select(each.prompt_indices).response[..., :width])
-    calls = world.server.calls[known:]
+    calls = setup.server.calls[known:]
     assert calls.count("/finish_weight_update") == 1 and calls.count("probe") == 2
     assert calls.index("/resume") < calls.index("probe")
-    world.server.forget, world.server.die_after = "model.norm.weight", len(world.server.asked)
-    with reviving(world.server), pytest.raises(RunError, match="does not sample from this policy"):
-        world.generate()
+    setup.server.forget, setup.server.die_after = "model.norm.weight", len(setup.server.asked)
+    with reviving(setup.server), pytest.raises(RunError, match="does not sample from this policy"):
+        setup.generate()
 
 
 @contextmanager
@@ -483,93 +486,93 @@ def reviving(server: StandIn) -> Iterator[list[bool]]:
 
 @pytest.mark.long
 def test_server_that_stays_down_is_an_error_within_the_deadline(stack: ExitStack) -> None:
-    world = World(stack, deadline=0.4)
-    world.sampler.server_pool.deadline = 20.0
-    world.load(0)
-    world.sampler.server_pool.deadline = 0.4
-    world.server.die_after = len(world.server.asked) + 2
+    setup = EngineSetup(stack, deadline=0.4)
+    setup.engine.server_pool.deadline = 20.0
+    setup.load(0)
+    setup.engine.server_pool.deadline = 0.4
+    setup.server.die_after = len(setup.server.asked) + 2
     with pytest.raises(RunError, match=r"the engine is gone.*has not come back within 0\.4 seconds"):
-        world.generate()
+        setup.generate()
 
 
 @pytest.mark.long
 def test_hanging_server_is_dropped_and_others_take_over(stack: ExitStack) -> None:
-    world = World(stack, servers=2)
-    world.load(0)
-    expected = world.generate(samples=4)
-    world.sampler.server_pool.servers[0].client.deadline = 1.0
-    world.server.hang_after = len(world.server.asked) + 1
-    same(world.generate(samples=4), expected)
+    setup = EngineSetup(stack, servers=2)
+    setup.load(0)
+    expected = setup.generate(samples=4)
+    setup.engine.server_pool.servers[0].client.deadline = 1.0
+    setup.server.hang_after = len(setup.server.asked) + 1
+    assert_same_tokens(setup.generate(samples=4), expected)
 
 
 @pytest.mark.long
 def test_late_responses_are_awaited(stack: ExitStack) -> None:
-    world = World(stack)
-    world.load(0)
-    expected = world.generate()
-    world.server.late = 0.2
-    same(world.generate(), expected)
+    setup = EngineSetup(stack)
+    setup.load(0)
+    expected = setup.generate()
+    setup.server.late = 0.2
+    assert_same_tokens(setup.generate(), expected)
 
 
 @pytest.mark.long
 def test_groups_after_the_deadline_are_missing(stack: ExitStack) -> None:
-    world = World(stack)
-    world.load(0)
-    world.server.hang_after = len(world.server.asked)
-    world.sampler.health_check_interval = 60.0
-    world.sampler.submit([RolloutRequest(0, Prompts.of(prompts_of()), 2, seed=5)])
-    assert list(world.sampler.iter_finished(0, 0.1)) == []
+    setup = EngineSetup(stack)
+    setup.load(0)
+    setup.server.hang_after = len(setup.server.asked)
+    setup.engine.health_check_interval = 60.0
+    setup.engine.submit([RolloutRequest(0, Prompts.of(prompts_of()), 2, seed=5)])
+    assert list(setup.engine.iter_finished(0, 0.1)) == []
 
 
 @pytest.mark.long
 def test_malformed_response_is_an_error(stack: ExitStack) -> None:
-    world = World(stack)
-    world.load(0)
-    real = world.server.respond
+    setup = EngineSetup(stack)
+    setup.load(0)
+    real = setup.server.respond
     for odd in ({}, {"choices": []}, {"choices": [{"token_ids": [1], "logprobs": None, "weight_versions": None}]}):
-        world.server.respond = lambda _, odd=odd: (200, odd)  # type: ignore[method-assign, misc]
+        setup.server.respond = lambda _, odd=odd: (200, odd)  # type: ignore[method-assign, misc]
         with pytest.raises(RunError, match=r"vLLM 0\.32"):
-            world.generate(1)
-    world.server.respond = real  # type: ignore[method-assign]
-    world.server.answer = lambda *_: (404, {"detail": "Not Found"})  # type: ignore[method-assign]
+            setup.generate(1)
+    setup.server.respond = real  # type: ignore[method-assign]
+    setup.server.answer = lambda *_: (404, {"detail": "Not Found"})  # type: ignore[method-assign]
     with pytest.raises(RunError, match="--enable-scale-out"):
-        world.generate(1)
+        setup.generate(1)
 
 
 @pytest.mark.long
 def test_generate_from_seeds_or_greedily(stack: ExitStack) -> None:
-    world = World(stack)
-    world.load(0)
+    setup = EngineSetup(stack)
+    setup.load(0)
     prompts, seeds = Prompts.of(prompts_of()), torch.arange(6).view(3, 2) + 40
-    drawn = world.sampler.generate_from_seeds(prompts, 2, seeds)
-    turned = world.sampler.generate_from_seeds(prompts, 2, seeds.flip(1))
+    drawn = setup.engine.generate_from_seeds(prompts, 2, seeds)
+    turned = setup.engine.generate_from_seeds(prompts, 2, seeds.flip(1))
     for i in range(3):
         for k in range(2):
             one, other = drawn.response[i, k][drawn.mask[i, k]], turned.response[i, 1 - k][turned.mask[i, 1 - k]]
             assert one.tolist() == other.tolist(), "the seed alone decides"
-    same(world.sampler.generate_from_seeds(prompts, 2, None), world.generate(greedy=True))
-    assert int(world.sampler.generate_from_seeds(prompts, 1, None, limit=1).mask.sum(-1).max()) == 1
+    assert_same_tokens(setup.engine.generate_from_seeds(prompts, 2, None), setup.generate(greedy=True))
+    assert int(setup.engine.generate_from_seeds(prompts, 1, None, limit=1).mask.sum(-1).max()) == 1
 
 
 @pytest.mark.long
 def test_weights_after_a_journal_replay_are_sent_with_the_first_request(
     stack: ExitStack,
 ) -> None:
-    world = World(stack)
-    world.sampler.first_version = 3
-    world.load(0)
-    assert not world.server.calls and world.sampler.server_pool.version != 0
-    rollouts = world.generate()
-    assert world.sampler.server_pool.version == 0 and gap(world.lm, rollouts) < 1e-4
+    setup = EngineSetup(stack)
+    setup.engine.first_version = 3
+    setup.load(0)
+    assert not setup.server.calls and setup.engine.server_pool.version != 0
+    rollouts = setup.generate()
+    assert setup.engine.server_pool.version == 0 and max_logprob_error(setup.lm, rollouts) < 1e-4
 
 
 @pytest.mark.long
 def test_response_ends_with_the_token_that_completes_a_stop_string(stack: ExitStack) -> None:
-    world = World(stack)
-    world.load(0)
-    whole = world.generate()
-    world.sampler.stops = SimpleNamespace(end=lambda tokens: 2 if len(tokens) > 2 else 0)  # type: ignore[assignment]
-    cut, length = world.generate(), whole.mask.sum(-1)
+    setup = EngineSetup(stack)
+    setup.load(0)
+    whole = setup.generate()
+    setup.engine.stops = SimpleNamespace(end=lambda tokens: 2 if len(tokens) > 2 else 0)  # type: ignore[assignment]
+    cut, length = setup.generate(), whole.mask.sum(-1)
     assert int(length.max()) > 2 and torch.equal(cut.mask.sum(-1), length.clamp(max=2))
     assert torch.equal(cut.response[..., :2][cut.mask], whole.response[..., :2][cut.mask])
     assert torch.equal(cut.logp_sampler[cut.mask], whole.logp_sampler[..., :2][cut.mask])
@@ -578,36 +581,36 @@ def test_response_ends_with_the_token_that_completes_a_stop_string(stack: ExitSt
 
 @pytest.mark.long
 def test_response_of_another_version_is_an_error(stack: ExitStack) -> None:
-    world = World(stack)
-    world.load(1)
-    world.server.old_version = True
+    setup = EngineSetup(stack)
+    setup.load(1)
+    setup.server.old_version = True
     with pytest.raises(RunError, match=r"answered a request to version 1 with versions \[0\]$"):
-        world.generate()
+        setup.generate()
 
 
 @pytest.mark.long
 def test_slow_call_is_an_error(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(stack)
-    world.load(0)
-    world.server.hang_after, world.sampler.health_check_interval = len(world.server.asked), 60.0
+    setup = EngineSetup(stack)
+    setup.load(0)
+    setup.server.hang_after, setup.engine.health_check_interval = len(setup.server.asked), 60.0
     monkeypatch.setattr(remote_engine, "GENERATE_DEADLINE", 0.05)
     with pytest.raises(RunError, match=r"^the engine has finished 0 of 3 groups within 0\.05 seconds$"):
-        world.generate()
-    world.server.hang_after = -1
+        setup.generate()
+    setup.server.hang_after = -1
 
 
 @pytest.mark.long
 def test_agent_servers_generate_plain_prompts(stack: ExitStack) -> None:
-    world = World(stack)
-    world.load(0)
-    want = world.generate(seed=7)
-    visited = RemoteConversationEngine(world.policy, world.lm, 5, 32, 0.7, torch.Generator())
+    setup = EngineSetup(stack)
+    setup.load(0)
+    want = setup.generate(seed=7)
+    visited = RemoteConversationEngine(setup.policy, setup.lm, 5, 32, 0.7, torch.Generator())
     stack.callback(visited.close)
     visited.load({}, 0)
     prompts = Prompts.of(prompts_of())
-    same(visited.generate(prompts, 2, seed=7), want)
-    ticket = RolloutRequest(0, prompts, 2, seed=7)
-    assert visited._generate_all(PendingRollout(ticket, rollouts=want)) is want, (
+    assert_same_tokens(visited.generate(prompts, 2, seed=7), want)
+    request = RolloutRequest(0, prompts, 2, seed=7)
+    assert visited._generate_all(PendingRollout(request, rollouts=want)) is want, (
         "what a checkpoint has brought is not drawn again"
     )
 
@@ -720,17 +723,17 @@ def test_server_is_started_restarted_after_a_kill_and_stopped(tmp_path: Path, wa
     lm = model_of(**SMALL)
     venv = fake_environment(tmp_path, warm_python.executable)
     policy = CausalLM("tiny", engine="vllm", engine_python=str(venv), engine_deadline=120.0)
-    sampler = RemoteEngine(policy, lm, 5, 32, 0.7, torch.Generator())
-    sampler.folder = tmp_path / "engine"
+    engine = RemoteEngine(policy, lm, 5, 32, 0.7, torch.Generator())
+    engine.folder = tmp_path / "engine"
     try:
-        sampler.load({}, 0)
-        (server,) = sampler.server_pool.servers
+        engine.load({}, 0)
+        (server,) = engine.server_pool.servers
         assert server.process is not None and server.process._process is not None
         first = server.process._process.pid
-        expected = sampler.generate(Prompts.of(prompts_of()), 4, seed=5)
-        sampler.submit([RolloutRequest(0, Prompts.of(prompts_of()), 4, seed=5)])
+        expected = engine.generate(Prompts.of(prompts_of()), 4, seed=5)
+        engine.submit([RolloutRequest(0, Prompts.of(prompts_of()), 4, seed=5)])
         os.killpg(first, signal.SIGKILL)
-        done = {int(each.prompt_indices[0]): each.rollouts for each in sampler.iter_finished(0, 300.0)}
+        done = {int(each.prompt_indices[0]): each.rollouts for each in engine.iter_finished(0, 300.0)}
         assert sorted(done) == [0, 1, 2]
         for place, rollouts in done.items():
             width = rollouts.mask.shape[-1]
@@ -739,7 +742,7 @@ def test_server_is_started_restarted_after_a_kill_and_stopped(tmp_path: Path, wa
         assert second != first and group_of(second)
         assert (tmp_path / "engine" / "vllm.log").read_text().count("the stand-in listens") == 2
     finally:
-        sampler.close()
+        engine.close()
     wait_for_end(first, second)
 
 
@@ -822,9 +825,9 @@ def test_vllm_worker_extension_does_not_import_ascent() -> None:
 def test_max_model_len_includes_prompts(engine: str) -> None:
     given = {"engine": engine, "engine.url": "http://127.0.0.1:1", "model": "m", "temperature": 0.5}
     config = configure("gsm8k", given | {"max_tokens": 100, "max_prompt": 40})
-    sampler = LanguageBackend().remote_engine(config, model_of(**SMALL), torch.Generator())
-    assert (sampler.limit, sampler.temperature, sampler.max_sampled_tokens) == (100, 0.5, 0)
-    assert sampler.server_pool._config.max_model_len == 140
+    remote = LanguageBackend().remote_engine(config, model_of(**SMALL), torch.Generator())
+    assert (remote.limit, remote.temperature, remote.max_sampled_tokens) == (100, 0.5, 0)
+    assert remote.server_pool._config.max_model_len == 140
 
 
 # ---- settings, and a whole run -----------------------------------------------------------------------
