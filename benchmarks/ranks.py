@@ -42,8 +42,9 @@ from ascent.core.types import Batch, Prompts, Terms
 from ascent.distributed.rank_group import RankGroup
 from ascent.distributed.ranks import SINGLE_PROCESS, Ranks
 from ascent.rollout.rank_leader import RankedEngine, RankZeroLearner, run_follower
-from ascent.training.fsdp import ShardedLearner, _gather_full, _local, _shard_like
+from ascent.training.fsdp import ShardedLearner
 from ascent.training.language_learner import LanguageCritic, LanguageLearner
+from ascent.training.model_sharding import gather_full, local_tensor, shard_like
 from benchmarks.common import ROOT, close, show
 from benchmarks.killed_ranks import kills
 from tests.language import model_of, prompts_of, rewarded, sampler_of
@@ -136,7 +137,7 @@ def numbers(learner: Any, algorithm: Algorithm, batch: Batch) -> dict[str, Tenso
     if learner.critic_optimizer is not None:
         found["value loss"], found["value norm"] = learner.fit_critic(mini, algorithm.critic.loss)  # type: ignore[attr-defined]
     if learner.critic is not None:
-        found["critic"] = torch.cat([_gather_full(p).flatten() for p in learner.critic.state_dict().values()])
+        found["critic"] = torch.cat([gather_full(p).flatten() for p in learner.critic.state_dict().values()])
     found["parameters"] = flat(learner, learner.trainable())
     return found
 
@@ -179,11 +180,11 @@ def sharded_like(made: LanguageLearner, algorithm: Algorithm) -> ShardedLearner:
     several = ShardedLearner(made.lm, algorithm.update, kept, outputs, *memory, choice)
     if made.reference_params is not None:
         several.reference_params = [
-            _shard_like(old, p) for old, p in zip(made.reference_params, several._trainable, strict=True)
+            shard_like(old, p) for old, p in zip(made.reference_params, several._trainable, strict=True)
         ]
     for name, value in ({} if made.critic is None else made.critic.state_dict()).items():
         to = several.critic.state_dict()[name]
-        _local(to).copy_(_local(_shard_like(value, to)))
+        local_tensor(to).copy_(local_tensor(shard_like(value, to)))
     if algorithm.loss.trains != "policy":
         read = step_scores if algorithm.loss.trains == "steps" else response_scores
         several.train_reward(partial(read, several.lm, forward=several.forward_module))

@@ -26,7 +26,7 @@ from torch import Tensor
 from ascent.core.types import Rollouts, to_batch
 from ascent.distributed.rank_group import RankGroup
 from ascent.distributed.ranks import SINGLE_PROCESS
-from ascent.training.fsdp import _gather_full
+from ascent.training.model_sharding import gather_full
 from benchmarks.common import close, options_with_gpu, show
 from benchmarks.peers import Answer, in_turns, middle, raw
 from benchmarks.peers.models import GPU_SHAPES, SMOKE, random_model, random_prompts
@@ -57,7 +57,7 @@ def numbers(side: Ours) -> dict[str, Tensor]:
     mini = batch.add(weight=algorithm.weights(batch), **algorithm.scalars(state, 0.0))
     learner.gradient(mini, algorithm.objective)
     gradient = torch.cat(
-        [_gather_full(p.grad).flatten().float().cpu() for p in learner.trainable() if p.grad is not None]
+        [gather_full(p.grad).flatten().float().cpu() for p in learner.trainable() if p.grad is not None]
     )
     for p in learner.trainable():
         p.grad = None

@@ -53,7 +53,8 @@ from ascent.rollout.conversation_task import bind_text_environment
 from ascent.sandbox.sandboxed_reward import check_isolation
 from ascent.tasks.reward_sources import FUNCTION_KINDS
 from ascent.training.fsdp import ShardedLearner
-from ascent.training.language_learner import LanguageCritic, LanguageLearner, load_params
+from ascent.training.language_learner import LanguageCritic, LanguageLearner
+from ascent.training.master_weights import load_params
 from ascent.training.micro_batches import ACTIVATION_FRACTION, COMPACT_THRESHOLD, state_bytes, static_bytes
 
 REWARD_MODELS = {"rewards": LanguageRewardModel, "steps": LanguageProcessReward}

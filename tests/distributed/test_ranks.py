@@ -38,7 +38,7 @@ from ascent.rollout.rank_leader import RankZeroLearner
 from ascent.runs.display.terminal import Display
 from ascent.settings import config_from, configure
 from ascent.tasks.base import TaskWrapper
-from ascent.training import fsdp
+from ascent.training import model_sharding
 from ascent.training.fsdp import ShardedLearner
 from ascent.training.language_learner import LanguageLearner
 from ascent.training.packing import ForwardModule
@@ -390,17 +390,17 @@ def test_adapters_are_replicated_over_a_sharded_bfloat16_model(one_rank: RankGro
 
 def test_sharding_never_holds_two_whole_copies(one_rank: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer by layer: what is made of a layer in float32 is cut before the next one is made."""
-    real, whole = fsdp.MetaDeviceCopy.fill, []
+    real, whole = model_sharding.MetaDeviceCopy.fill, []
 
     def fill(self: Any, part: Any) -> None:
         real(self, part)
         plain = [p for p in part.parameters() if not hasattr(p, "to_local")]
         whole.append(sum(p.numel() for p in plain))
 
-    monkeypatch.setattr(fsdp.MetaDeviceCopy, "fill", fill)
-    monkeypatch.setattr(fsdp, "BUCKET_NUMEL", 1)
+    monkeypatch.setattr(model_sharding.MetaDeviceCopy, "fill", fill)
+    monkeypatch.setattr(model_sharding, "BUCKET_NUMEL", 1)
     lm = model_of(dtype=torch.bfloat16, num_hidden_layers=4)
-    fsdp.shard_model(lm, 1)
+    model_sharding.shard_model(lm, 1)
     every = sum(p.numel() for p in lm.model.parameters())
     assert len(whole) == 5 and sum(whole) == every and max(whole) < every / 3
 
@@ -417,7 +417,7 @@ def test_sharded_layers_use_fused_kernels(one_rank: RankGroup) -> None:
             return ElementwiseReference.rope(x, cos, sin, back)
 
     assert fuse_layers(lm.model, ElementwiseReference) == 7, "two gated MLPs and five norms"
-    forward, batch = fsdp.shard_model(lm, 1), batch_of(model_of())
+    forward, batch = model_sharding.shard_model(lm, 1), batch_of(model_of())
     copied = forward._lm[0].backbone.layers[0].mlp
     assert copied.forward.args[0] is copied, "its own parameters, and not those of the whole model"
     with torch.no_grad(), packed_attention_enabled(lm.model), fused_rope(lm.model, ElementwiseReference):

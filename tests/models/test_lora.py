@@ -27,7 +27,8 @@ from ascent.models.lora import (
     unwrap_lora,
 )
 from ascent.ops import decode_ops
-from ascent.training.language_learner import LanguageLearner, load_params
+from ascent.training.language_learner import LanguageLearner
+from ascent.training.master_weights import load_params
 from tests.inference.test_cuda_graph_runner import DEVICE, decoder_of, drawn_by, needs_triton, same
 from tests.language import batch_of, model_of
 
