@@ -16,7 +16,7 @@ import ascent
 from ascent.core.types import Batch
 from ascent.runs.rollout_files import REPLACEMENT_CHARACTER, TokenTexts
 from ascent.tasks.small.sorting import Sort
-from ascent.training.language_learner import LanguageLearner, fetched
+from ascent.training.language_learner import LanguageLearner, fetch_result
 
 
 class Bytes:
@@ -137,7 +137,7 @@ def test_language_model_records_entropy() -> None:
     assert stepped.entropy is not None and stepped.entropy.shape == mini.mask.shape
     assert torch.allclose((stepped.entropy * mini.loss_mask).sum(), stepped.sums["entropy"])
     for given in (stepped, replace(stepped, entropy=None)):  # as a GPU's numbers are fetched
-        found = fetched(given, torch.device("cpu"))
+        found = fetch_result(given, torch.device("cpu"))
         assert found.metrics.keys() == given.metrics.keys() and found.sums == given.sums
         assert torch.equal(found.logp, given.logp)
         assert found.entropy is None if given.entropy is None else torch.equal(found.entropy, given.entropy)
