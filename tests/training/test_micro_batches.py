@@ -212,7 +212,7 @@ def test_response_over_budget_uses_activation_checkpointing(monkeypatch: pytest.
 )
 def test_preflight_reports_micro_batches(plan: MicroBatchPlan, words: list[str]) -> None:
     """At the limits: 2 prompts of 60 tokens with 4 responses of 100, which are 460 tokens each."""
-    task, lm, report = SimpleNamespace(max_prompt=60, room=100), one_model("Llama"), PreflightReport()
+    task, lm, report = SimpleNamespace(max_prompt=60, max_response_tokens=100), one_model("Llama"), PreflightReport()
     config: Any = SimpleNamespace(task=task, prompts=2, samples=4, minibatches=1)
     report_update(config, SimpleNamespace(plan=plan, unsharded_lm=lm), report)  # type: ignore[arg-type]
     for each in words:
