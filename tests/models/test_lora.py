@@ -241,7 +241,7 @@ def test_the_reference_is_the_base_with_its_adapters_off() -> None:
     learner = LanguageLearner(lm, row.update, True, row.outputs)
     batch = batch_of(lm)
     move(lm)
-    kept = sum(p.numel() for p in learner.kept or ())
+    kept = sum(p.numel() for p in learner.reference_params or ())
     assert kept == sum(p.numel() for p in lm.trained().values())
     scored = learner.score(batch, frozenset({"logp_ref"}))["logp_ref"]
     plain = LanguageLearner(base, row.update, False, row.outputs).score(batch, frozenset({"logp_old"}))["logp_old"]
