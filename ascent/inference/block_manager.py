@@ -19,13 +19,13 @@ class BlockManager:
         self._free = set(range(num_blocks))
         self._low = list(range(num_blocks))
         self._high = [
-            self._rank(block)
+            self._prompt_priority(block)
             for block in (*range(self.prompt_region, num_blocks), *reversed(range(self.prompt_region)))
         ]
         """Heaps of free blocks (for sequences) and of their ranks (for prompts). Both may contain stale entries: blocks
         that were allocated through the other heap."""
         self._freed: list[int] = []
-        """Blocks that were freed but not pushed to the heaps yet. `allocate` pushes them when it needs the heaps."""
+        """Blocks that were freed but not pushed to the heaps yet. `allocate_blocks` pushes them when it needs the heaps."""
         self.peak_used = 0
         """Largest number of blocks that were allocated at once."""
 
@@ -36,22 +36,22 @@ class BlockManager:
     def blocks_needed(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def allocate(self, count: int, high: bool = False) -> list[int]:
-        """Allocate blocks. At least `count` blocks must be free. `high`: for a prompt."""
+    def allocate_blocks(self, count: int, for_prompt: bool = False) -> list[int]:
+        """Allocate blocks. At least `count` blocks must be free."""
         for block in self._freed:
             heapq.heappush(self._low, block)
-            heapq.heappush(self._high, self._rank(block))
+            heapq.heappush(self._high, self._prompt_priority(block))
         self._freed.clear()
         blocks: list[int] = []
         while len(blocks) < count:
-            block = self._block(heapq.heappop(self._high)) if high else heapq.heappop(self._low)
+            block = self._block(heapq.heappop(self._high)) if for_prompt else heapq.heappop(self._low)
             if block in self._free:
                 self._free.remove(block)
                 blocks.append(block)
         self.peak_used = max(self.peak_used, self.num_blocks - len(self._free))
         return blocks
 
-    def free(self, blocks: Sequence[int]) -> None:
+    def free_blocks(self, blocks: Sequence[int]) -> None:
         """Free allocated blocks."""
         num_free = len(self._free) + len(blocks)
         self._free.update(blocks)
@@ -59,7 +59,7 @@ class BlockManager:
             raise AssertionError(f"some of the blocks {blocks} were freed twice")
         self._freed += blocks
 
-    def _rank(self, block: int) -> int:
+    def _prompt_priority(self, block: int) -> int:
         """Return the priority of a block for prompts; the lowest rank is allocated first."""
         return block if block >= self.prompt_region else 2 * self.num_blocks - block
 

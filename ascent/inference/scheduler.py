@@ -142,7 +142,7 @@ class Scheduler:
             self.preempt()
         if missing > self.block_manager.num_free or seq.seq_id not in self.sequences:
             return False
-        seq.block_table += self.block_manager.allocate(max(0, missing))
+        seq.block_table += self.block_manager.allocate_blocks(max(0, missing))
         return True
 
     def _try_start(self, seq_id: int, num_new_tokens: int) -> Sequence | None:
@@ -162,7 +162,7 @@ class Scheduler:
                 if blocks.num_free < needed and not self._preempt_idle(needed, prompt_id):
                     return None
         self.recompute_lengths.pop(seq_id, None)
-        seq = Sequence(seq_id, prompt_id, num_tokens, blocks.allocate(own))
+        seq = Sequence(seq_id, prompt_id, num_tokens, blocks.allocate_blocks(own))
         if prompt_id not in self.prompt_blocks:
             self._allocate_prompts(prompt_id)
         self.sequences[seq_id] = seq
@@ -193,7 +193,7 @@ class Scheduler:
                 or self.block_manager.num_free < needed + 2 * len(self.sequences)
             ):
                 continue
-            self.prompt_blocks[prompt_id] = self.block_manager.allocate(needed, high=True)
+            self.prompt_blocks[prompt_id] = self.block_manager.allocate_blocks(needed, for_prompt=True)
             self.prompts_to_prefill.append(prompt_id)
 
     def _free_unused_prompts(self, keep: int | None = None) -> None:
@@ -202,7 +202,7 @@ class Scheduler:
             self._free_prompt(prompt_id)
 
     def _free_prompt(self, prompt_id: int) -> None:
-        self.block_manager.free(self.prompt_blocks.pop(prompt_id, []))
+        self.block_manager.free_blocks(self.prompt_blocks.pop(prompt_id, []))
         self.prompts_to_prefill = [p for p in self.prompts_to_prefill if p != prompt_id]
 
     def can_append(self, num_new_tokens: int) -> bool:
@@ -225,7 +225,7 @@ class Scheduler:
                 if missing > self.block_manager.num_free:
                     preempted.append(self.preempt())
             if seq.seq_id in self.sequences and missing > 0:
-                seq.block_table += self.block_manager.allocate(missing)
+                seq.block_table += self.block_manager.allocate_blocks(missing)
         return preempted
 
     def preempt(self, seq: Sequence | None = None) -> Sequence:
@@ -274,7 +274,7 @@ class Scheduler:
 
     def _remove(self, seq: Sequence) -> None:
         del self.sequences[seq.seq_id]
-        self.block_manager.free(seq.block_table)
+        self.block_manager.free_blocks(seq.block_table)
         self.ref_counts[seq.prompt_id] -= 1
         if seq.batch_index != NOT_RUNNING:
             self.free_batch_indices.append(seq.batch_index)

@@ -104,8 +104,8 @@ def test_infinite_values_of_a_sequence_do_not_reach_other_sequences(length: int)
 
 def test_prompts_get_blocks_of_the_prompt_region_first_and_then_downwards() -> None:
     blocks = BlockManager(8, BLOCK_SIZE, prompt_region=5)
-    assert blocks.allocate(2, high=True) == [5, 6]
-    assert blocks.allocate(3) == [0, 1, 2]
-    assert blocks.allocate(2, high=True) == [7, 4]
-    blocks.free([6])
-    assert blocks.allocate(2, high=True) == [6, 3]
+    assert blocks.allocate_blocks(2, for_prompt=True) == [5, 6]
+    assert blocks.allocate_blocks(3) == [0, 1, 2]
+    assert blocks.allocate_blocks(2, for_prompt=True) == [7, 4]
+    blocks.free_blocks([6])
+    assert blocks.allocate_blocks(2, for_prompt=True) == [6, 3]

@@ -201,18 +201,18 @@ def test_a_cache_too_small_for_one_response_is_refused() -> None:
 
 def test_blocks_cannot_be_freed_twice() -> None:
     block_manager = BlockManager(4, 1)
-    block_manager.free(block_manager.allocate(2))
+    block_manager.free_blocks(block_manager.allocate_blocks(2))
     with pytest.raises(AssertionError, match="twice"):
-        block_manager.free([0])
+        block_manager.free_blocks([0])
 
 
 def test_sequences_get_low_blocks_and_prompts_high_ones() -> None:
     block_manager = BlockManager(6, 1)
-    assert block_manager.allocate(2) == [0, 1]
-    assert block_manager.allocate(2, high=True) == [5, 4]
-    block_manager.free([0, 5])
-    assert block_manager.allocate(1, high=True) == [5]
-    assert block_manager.allocate(3) == [0, 2, 3]
+    assert block_manager.allocate_blocks(2) == [0, 1]
+    assert block_manager.allocate_blocks(2, for_prompt=True) == [5, 4]
+    block_manager.free_blocks([0, 5])
+    assert block_manager.allocate_blocks(1, for_prompt=True) == [5]
+    assert block_manager.allocate_blocks(3) == [0, 2, 3]
     assert block_manager.num_free == 0 and block_manager.peak_used == 6
 
 
