@@ -25,7 +25,7 @@ class BlockManager:
         """Heaps of free blocks (for sequences) and of their ranks (for prompts). Both may contain stale entries: blocks
         that were allocated through the other heap."""
         self._freed: list[int] = []
-        """Blocks that were freed but not pushed to the heaps yet. `allocate_blocks` pushes them when it needs the heaps."""
+        """Blocks that were freed and not yet pushed to the heaps; `allocate_blocks` does that."""
         self.peak_used = 0
         """Largest number of blocks that were allocated at once."""
 
