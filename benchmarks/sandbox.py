@@ -29,7 +29,7 @@ from ascent.sandbox.isolation import IsolationError, choose_isolation
 from ascent.sandbox.program_judge import CodeProblem, ProgramJudge
 from ascent.sandbox.sandbox import JobEndedError, Sandbox, SandboxLimits
 from ascent.tasks.text.code_problems import read_humaneval
-from benchmarks.common import close, show
+from benchmarks.common import ROOT, close, show
 
 KINDS = ("bubblewrap", "landlock")
 NOBODY = 65534
@@ -61,22 +61,26 @@ CHEATS = {
 """Programs that pass by some check that trusts them."""
 
 
-def attempts_as(user: int | None, kind: str) -> dict[str, Any] | None:
-    """What became of the attempts, as this user or as another in a process of its own. None: it cannot be tried."""
+def escape_tests_as(user: int | None, kind: str) -> dict[str, Any] | None:
+    """Run the escape tests as this user, or as another one in a new process. None: that is not possible here."""
     if user is None:
-        words, results = run_escape_tests(kind)
-        return {"walls": words, "results": [[r.test.kind, r.test.name, r.is_contained, r.how] for r in results]}
+        description, results = run_escape_tests(kind)
+        return {
+            "isolation": description,
+            "results": [[r.test.kind, r.test.name, r.is_contained, r.how] for r in results],
+        }
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
-        package = Path(folder, "ascent")  # a copy that the user can read, of what needs no other package
-        shutil.copytree(Path(__file__).parents[1] / "ascent" / "sandbox", package / "sandbox")
-        shutil.copy(Path(__file__).parents[1] / "ascent" / "__init__.py", package)
+        package = Path(folder, "ascent")  # a copy that the user can read, of modules that need no other package
+        for name in ("sandbox", "processes"):
+            shutil.copytree(ROOT / "ascent" / name, package / name)
+        shutil.copy(ROOT / "ascent" / "__init__.py", package)
         code = (
             f"import json, sys; sys.path.insert(0, {folder!r}); "
             "from ascent.sandbox.escape_tests import run_escape_tests; "
             f"w, rs = run_escape_tests({kind!r}); "
             "rows = [[r.test.kind, r.test.name, r.is_contained, r.how] for r in rs]; "
-            "print(json.dumps({'walls': w, 'results': rows}))"
+            "print(json.dumps({'isolation': w, 'results': rows}))"
         )  # fmt: skip
         for python in dict.fromkeys((os.path.realpath(sys.executable), "/usr/bin/python3")):
             try:
@@ -92,26 +96,26 @@ def attempts_as(user: int | None, kind: str) -> dict[str, Any] | None:
     return None
 
 
-def try_attempts(kinds: list[str]) -> tuple[int, int, list[str]]:
-    """How many attempts were made and held, and what was not tried."""
+def run_all_escape_tests(kinds: list[str]) -> tuple[int, int, list[str]]:
+    """Return the number of escape tests, how many were contained, and what could not be run."""
     users: list[tuple[str, int | None]] = (
         [("root", None), ("nobody", NOBODY)] if os.getuid() == 0 else [("a user", None)]
     )
     rows, tried, held, missing = [], 0, 0, []
     for kind in kinds:
         for name, user in users:
-            found = attempts_as(user, kind)
+            found = escape_tests_as(user, kind)
             if found is None:
                 missing.append(f"{kind} as {name}")
                 continue
             good = Counter(kind for kind, _, held, _ in found["results"] if held)
             every = Counter(kind for kind, *_ in found["results"])
-            rows.append([found["walls"], name, *(f"{good[kind]}/{every[kind]}" for kind in every)])
+            rows.append([found["isolation"], name, *(f"{good[kind]}/{every[kind]}" for kind in every)])
             tried, held = tried + sum(every.values()), held + sum(good.values())
-            for _, attempt, ok, how in found["results"]:
+            for _, test, ok, how in found["results"]:
                 if not ok:
-                    print(f"GOT OUT: {kind} as {name}: {attempt}: {how}")
-    show(["walls", "as", *dict.fromkeys(each.kind for each in ESCAPE_TESTS)], rows)
+                    print(f"GOT OUT: {kind} as {name}: {test}: {how}")
+    show(["isolation", "as", *dict.fromkeys(each.kind for each in ESCAPE_TESTS)], rows)
     return tried, held, missing
 
 
@@ -178,7 +182,7 @@ def _left(folder: str) -> tuple[int, int, int]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trial", action="store_true", help="a twentieth of HumanEval, 50 jobs, one kind of walls")
+    parser.add_argument("--trial", action="store_true", help="a twentieth of HumanEval, 50 jobs, one kind of isolation")
     trial = parser.parse_args(argv).trial
     kinds, absent = [], []
     for kind in KINDS:
@@ -188,8 +192,8 @@ def main(argv: list[str] | None = None) -> int:
         except IsolationError as error:
             absent.append(f"{kind}: {error}")
     kinds = kinds[:1] if trial else kinds
-    tried, held, missing = try_attempts(kinds)
-    results: dict[str, Any] = {"attempts": tried, "held": held, "not_tried": [*absent, *missing]}
+    tried, held, missing = run_all_escape_tests(kinds)
+    results: dict[str, Any] = {"escape_tests": tried, "contained": held, "not_tried": [*absent, *missing]}
     ok = held == tried and not missing and (trial or not absent)
     for kind in kinds:
         cheats, real = try_cheats(kind)
