@@ -85,9 +85,8 @@ def verify_model(
     lm.can_share_prompts = False
     if fused:
         _try_fusing(lm, learned)
-    _require_equal(
-        learned, f"{kind}: Ascent cannot train it: its logits are not the product of its LM head and its hidden states"
-    )
+    untrainable = f"{kind}: Ascent cannot train it: its logits are not the product of its LM head and hidden states"
+    _require_equal(learned, untrainable)
     lm.can_share_prompts = True
     why = why_not() if share else "share_prompts is off"
     lm.can_share_prompts = why is None
