@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 Attempt = Callable[[Path], str | None]
-"""Attacks in a folder of its own. Returns what the attacker got, or None: the defence held."""
+"""Attacks in a new folder. Returns what the attacker got, or None if the defence held."""
 BROKEN = "the attempt itself failed: "
 DEADLINE, GLANCE = 60.0, 6.0
 """Seconds after which an attacked process hangs; of one that is expected to hang."""
@@ -41,7 +41,7 @@ class Attack:
 
 
 class Fork:
-    """Work in a copy of this process. Its result, or how it ended."""
+    """Work in a fork of this process; `result` returns its value, or how it ended."""
 
     def __init__(self, work: Callable[[], Any], seconds: float):
         self.read, write = os.pipe()
@@ -81,7 +81,7 @@ class Fork:
 
 
 def _silence() -> None:
-    """What an attacked program prints is nobody's business here."""
+    """Discard the output of an attacked program."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nowhere, number)
@@ -89,7 +89,7 @@ def _silence() -> None:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A temporary folder, removed whatever was made of it."""
+    """Yield a temporary folder and remove it, whatever it contains then."""
     folder = Path(tempfile.mkdtemp(prefix="ascent-attacks-")).resolve()
     try:
         yield folder
@@ -98,7 +98,7 @@ def scratch() -> Iterator[Path]:
 
 
 def outcome(attack: Attack, armed: bool) -> str | None:
-    """What the attacker got; None: nothing. An attack that fails without its defence is no attack."""
+    """Return what the attacker got, or None. An attack that fails without the defence raises AssertionError."""
     with scratch() as folder:
 
         def work() -> str | None:

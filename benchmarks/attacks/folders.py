@@ -82,7 +82,7 @@ def odd_bytes(run: Path, _: Path) -> None:
 
 
 def plain_open() -> None:
-    """As it was: whatever has the name is opened."""
+    """Open any path, including pipes and links that lead out of the folder."""
     from ascent.lab.figures.training import routes, trainings
     from ascent.lab.report import run_report
 
@@ -105,7 +105,7 @@ def unnamed_errors() -> None:
 
 
 def reads_outside(stage: Path) -> Callable[[Path], str | None]:
-    """Files of a run that lead to a secret: does anybody tell it?"""
+    """Files of a run link to a secret: does any page show it?"""
 
     def attempt(folder: Path) -> str | None:
         from starlette.testclient import TestClient
@@ -130,7 +130,7 @@ def reads_outside(stage: Path) -> Callable[[Path], str | None]:
 
 
 def writes_outside(stage: Path, name: str, hard: bool = False) -> Callable[[Path], str | None]:
-    """A file or folder of the run is a link, or has a second name: does a resume write there?"""
+    """A file or folder of the run is a symbolic or hard link: does a resume write to its target?"""
 
     def attempt(folder: Path) -> str | None:
         run, outside = laid_out(stage, folder)
@@ -155,7 +155,7 @@ def no_ways_out() -> None:
 
 
 def write_over() -> None:
-    """As it was: records and the lock are written where they are."""
+    """Write records and the lock in place, without copying hard-linked files first."""
     folders.os = type(os)("os")
     vars(folders.os).update(vars(os) | {"fstat": lambda file: _alone(os.fstat(file))})
 
@@ -169,7 +169,7 @@ def write_over() -> None:
 
 
 def _alone(about: os.stat_result) -> Any:
-    """What a file is, with one name."""
+    """Return a stat result with a link count of 1."""
     fields = list(about)
     fields[3] = 1
     return os.stat_result(fields)
@@ -187,7 +187,7 @@ def loads_outside(stage: Path, *args: str) -> Callable[[Path], str | None]:
 
 
 def takes_memory(stage: Path, file: str) -> Callable[[Path], str | None]:
-    """A small file: how much memory does whoever looks at it need?"""
+    """A small file: how much memory does `ascent show` need to read it?"""
 
     def attempt(folder: Path) -> str | None:
         run, _ = laid_out(stage, folder)
@@ -254,7 +254,7 @@ def damaged_folder(stage: Path, folder: Path, seed: int, index: int) -> tuple[st
 def visit(
     stage: Path, seed: int, index: int, disarm: Callable[[], None] | None = None, seconds: float = SECONDS
 ) -> list[str]:
-    """Damage a folder and tour it, in a process of its own; what was wrong, with how the folder was damaged."""
+    """Damage a folder and tour it in a separate process; return the complaints, with how the folder was damaged."""
     with scratch() as folder:
 
         def work() -> list[str]:

@@ -22,7 +22,7 @@ from benchmarks.attacks.attempt import Attack
 KIND = "judges"
 KEY = "sk-attacks-8c31f0aa97"
 QUADRATIC = r"(?im)^\W*score\W*?[:=]\W*?([-−]?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?\W*$"
-"""What the line with a score was looked for with at first."""
+"""A score pattern with quadratic matching time."""
 
 
 def chat(text: str, **more: Any) -> bytes:
@@ -56,7 +56,7 @@ class Server:
             def handle(self) -> None:
                 try:
                     super().handle()
-                except OSError:  # whoever asked has gone
+                except OSError:  # the client is gone
                     self.close_connection = True
 
             def log_message(self, *_: Any) -> None: ...
@@ -84,7 +84,7 @@ def scored_evaluation(folder: Path, server: Server, **settings: Any) -> Iterator
 def neighbour_unharmed(
     reply: bytes, seconds: float = 5.0, status: int = 200, **settings: Any
 ) -> Callable[[Path], str | None]:
-    """The bad answer may cost its own question and a little time, and nobody else anything."""
+    """A bad answer may fail its own question and cost a little time; other questions are unaffected."""
 
     def attempt(folder: Path) -> str | None:
         began = time.monotonic()
@@ -138,7 +138,7 @@ def search_here() -> None:
 
 
 class Deep(Exception):
-    """What nobody catches."""
+    """An exception that no code catches."""
 
 
 def deep_json() -> None:

@@ -55,7 +55,7 @@ def every_route(runs: Path) -> list[tuple[str, str]]:
 
 
 def guarded() -> tuple[Guard, TestClient]:
-    """A guard before an application that answers whatever reaches it, and a client that has no cookie."""
+    """Return a guard in front of an application that answers every request, and a client without its cookie."""
     door = Guard(PlainTextResponse(REACHED), host_names("127.0.0.1", PORT), secrets.token_bytes(32), BASE)
     return door, TestClient(door, base_url=BASE, raise_server_exceptions=False, follow_redirects=False)
 
@@ -137,7 +137,7 @@ def never_spent() -> None:
 
 
 def cookie_for_another_port(_: Path) -> str | None:
-    """A browser that has opened the lab visits another server of this machine."""
+    """Visit another server on this machine in a browser that has opened the lab."""
     door, client = guarded()
     client.get("/", params={"token": door.token})
     assert door.cookie in client.cookies.values()
@@ -332,7 +332,7 @@ def serving(runs: Path) -> Any:
 
 
 def held_connections(folder: Path) -> str | None:
-    """Another process opens many connections, and says half a request on each. Is anybody else still answered?"""
+    """Hold many connections with half a request each in another process: are other clients still answered?"""
     (folder / "runs").mkdir()
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
     with serving(folder / "runs") as (port, _):
@@ -357,7 +357,7 @@ def held_connections(folder: Path) -> str | None:
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-    return None if answered else "nobody else is answered"
+    return None if answered else "other clients are not answered"
 
 
 def room_for_all() -> None:

@@ -40,7 +40,7 @@ LIFE = 30.0
 
 
 def live(path: Path) -> Any:
-    """What a person does: start the run, resume it, or start again what had not begun."""
+    """Do what a user would: start the run, or resume it if it has begun."""
     run_writer.HEARTBEAT = float("inf")  # what the clock decides would be another moment in every life
     config = configure("sort", SETTINGS)
     return api.resume(path, Display()) if (path / "run.json").exists() else api.start(config, path, Display())
@@ -109,7 +109,7 @@ def count_moments(last: int | None, number: int = signal.SIGKILL) -> Callable[[]
 
 
 def whole_life(path: Path) -> int:
-    """A life that nobody ends; the number of its moments."""
+    """Complete a run without a kill and return its number of moments."""
 
     def work() -> int:
         count = count_moments(None)
@@ -122,7 +122,7 @@ def whole_life(path: Path) -> int:
 
 
 def die(path: Path, moment: int | None, seconds: float) -> bool:
-    """Live until a moment, or for some time; whether it was killed."""
+    """Run until a moment, or for some time; return whether it was killed."""
 
     def work() -> str:
         count_moments(moment)
@@ -137,7 +137,7 @@ def die(path: Path, moment: int | None, seconds: float) -> bool:
 
 
 def killed(path: Path, whole: dict[str, Any], moments: int, rng: random.Random) -> tuple[int, str | None]:
-    """A run that is killed once or twice and then lives on: how often it was, and what is wrong with it."""
+    """Kill a run once or twice and resume it; return the number of kills and what is wrong with the result."""
     kills = 0
     for _ in range(rng.choice((1, 1, 2))):
         by_clock = rng.random() < 0.2
@@ -151,7 +151,7 @@ def killed(path: Path, whole: dict[str, Any], moments: int, rng: random.Random) 
 
 
 def kill_many(seed: int, count: int) -> tuple[int, list[str]]:
-    """Kill runs at least this often; how often it was, and what was wrong."""
+    """Kill runs at least this often; return the number of kills and the complaints."""
     rng, kills, complaints = random.Random(seed), 0, list[str]()
     with scratch() as folder:
         moments = whole_life(folder / "whole")
@@ -185,7 +185,7 @@ def cut_nothing() -> None:
 
 
 def full_disk(room: int) -> Callable[[Path], str | None]:
-    """No file may grow past this many bytes, as if the disk were full: is that said, and is nothing lost?"""
+    """Limit file sizes, as if the disk were full: is the error clear, and can the run be resumed?"""
 
     def attempt(folder: Path) -> str | None:
         whole_life(folder / "whole")

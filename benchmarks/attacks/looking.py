@@ -93,7 +93,7 @@ def by_page(stage: Path, path: str) -> Callable[[Path], str | None]:
 
 
 def build_to_look() -> None:
-    """As it was: whoever reads the settings of a run or its largest reward builds its task."""
+    """Build the task of a run whenever its settings or its largest reward are read."""
     parse = untrusted_files.parse_json
 
     def parse_and_build(data: bytes, **hooks: Any) -> Any:
@@ -158,7 +158,7 @@ def trust_all() -> None:
 
 
 class Touch:
-    """What a pickle becomes: a file that is made when it is read."""
+    """An object whose pickle creates a file when it is loaded."""
 
     def __init__(self, path: str):
         self.path = path

@@ -160,14 +160,14 @@ def any_number() -> None:
         ]
 
     worker_pool.RewardWorker.replies = numbered  # type: ignore[method-assign]
-    patch_graders(
+    patch_reward_workers(
         "import ascent.processes.call_loop as loop; loop.os = type(sys)('os'); vars(loop.os).update(vars(os)); "
         "loop.os._exit = lambda code: None"
     )
 
 
-def patch_graders(code: str) -> None:
-    """Let every reward worker run this first, in its supervisor."""
+def patch_reward_workers(code: str) -> None:
+    """Make the supervisor of every reward worker run this code first."""
     start = supervisor.subprocess.Popen
 
     def patched(command: list[str], **more: Any) -> Any:
@@ -206,8 +206,8 @@ def takes_memory(folder: Path) -> str | None:
 def no_memory_limit() -> None:
     make = worker_pool.RewardWorker.__init__
 
-    def unlimited(worker: worker_pool.RewardWorker, graders: bytes, limits: Limits) -> None:
-        make(worker, graders, limits._replace(memory=0.0))
+    def unlimited(worker: worker_pool.RewardWorker, specs: bytes, limits: Limits) -> None:
+        make(worker, specs, limits._replace(memory=0.0))
 
     worker_pool.RewardWorker.__init__ = unlimited  # type: ignore[method-assign]
 
@@ -223,7 +223,7 @@ def running(words: str) -> list[int]:
 
 
 def outlives(ending: str) -> Callable[[Path], str | None]:
-    """A reward leaves children behind, in sessions of their own: what is left when its pool or its trainer ends?"""
+    """A reward starts children in new sessions: do any outlive its pool or its trainer?"""
 
     def attempt(folder: Path) -> str | None:
         seconds = f"{os.getpid()}.25"  # a command line of its own
@@ -246,7 +246,7 @@ def outlives(ending: str) -> Callable[[Path], str | None]:
 
 
 def leave_children() -> None:
-    patch_graders("import ascent.processes.supervisor as s; s._end_children = s._prctl = lambda *_: None")
+    patch_reward_workers("import ascent.processes.supervisor as s; s._end_children = s._prctl = lambda *_: None")
 
 
 # ---- small tasks ---------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def _harm(run: ascent.Run, deed: str) -> str | None:
 
 
 def grade_in_process() -> None:
-    """As it was: a reward of a small task is a call in the trainer."""
+    """Call the rewards of small tasks in the trainer's process."""
 
     class Here:
         def __init__(self, source: str):

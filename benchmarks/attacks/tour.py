@@ -118,7 +118,7 @@ def run_command(args: list[str], complain: Callable[[str], None]) -> None:
 
 
 def addresses(client: TestClient) -> Iterator[tuple[str, str]]:
-    """What is asked of every route. A route that nobody has thought of here is an error."""
+    """Yield requests to every route. A route that is missing in ROUTES is an error."""
     for route in client.app.routes:  # type: ignore[attr-defined]
         if not isinstance(route, Route):
             continue
