@@ -95,7 +95,7 @@ def test_model_whose_forward_fails_is_rejected_with_its_error(monkeypatch: pytes
         raise RuntimeError("no such thing")
 
     monkeypatch.setattr(LMHead, "logits", logits)
-    message = r"its logits are not the product of its LM head and its hidden states \(RuntimeError: no such thing\)$"
+    message = r"its logits are not the product of its LM head and hidden states \(RuntimeError: no such thing\)$"
     with pytest.raises(ConfigError, match=r"^LlamaForCausalLM: Ascent cannot train it: " + message):
         verify_model(model_of())
 
