@@ -34,7 +34,7 @@ from ascent.inference.remote.weight_files import checkpoint_tensors
 from ascent.models import CausalLM
 from ascent.workflows.loaded_policy import model_policy
 from ascent.workflows.policy_server import ServeSettings, running_service
-from tests.distributed.test_replicas import Local, trained
+from tests.distributed.test_replicas import ActorReplicas, train_run
 from tests.inference.remote.test_remote_engine import assert_same_tokens, max_logprob_error, wait_for_end
 from tests.language import AtOnce, sampler_of, smollm2_folder, write_tiny
 from tests.server.test_engine_relay import KEY, relaying
@@ -337,7 +337,7 @@ def test_a_replica_of_a_cluster_draws_with_a_vllm_of_its_own(tmp_path: Path, mon
     monkeypatch.setenv(CLUSTER_VARIABLE, "nowhere run")
     settings = {"engine": "vllm", "engine.python": str(ENVIRONMENT), "steps": 2, "max_mismatch": 1e-3}
     try:
-        run, _ = trained(tmp_path / "run", crew := Local(1), monkeypatch, model=str(model), **settings)
+        run, _ = train_run(tmp_path / "run", crew := ActorReplicas(1), monkeypatch, model=str(model), **settings)
         assert run.status == "finished" and set(crew.drawn["sampler-0"]) == {0, 1, 2}
     finally:
         crew.close()

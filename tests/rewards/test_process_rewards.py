@@ -128,8 +128,8 @@ def test_the_mean_of_continuations_is_the_exact_value(end: bool) -> None:
         loaded = LoadedPolicy(configure("sort", {"length": 2, "numbers": 3, "end": end}), policy)
         labeller = StepLabeler(loaded, BoundSmallTask(task), Prompts.of(prompt[None]), 400, "", length)  # type: ignore[arg-type]
         prefixes = [head.tolist() for head in heads]
-        values = labeller.values([0] * len(heads), prefixes)
-        drawn = labeller.continued(labeller.prompts[torch.zeros(len(heads), dtype=torch.long)], prefixes)
+        values = labeller.prefix_values([0] * len(heads), prefixes)
+        drawn = labeller.continue_prefixes(labeller.prompts[torch.zeros(len(heads), dtype=torch.long)], prefixes)
         assert torch.equal(drawn.response[:, :, :length], heads[:, None].expand(-1, 400, -1)), "they begin as they did"
         for i, value in enumerate(values):
             exact = float(V[rows][first == i][0, length])
@@ -407,7 +407,7 @@ def test_prefixes_of_words_are_continued_within_the_limit(tiny_folder: Path, tmp
     prompts = task.draw(2, torch.Generator().manual_seed(0))
     labeller = StepLabeler(loaded, task, prompts, 5, "\n", 0)
     heads = [[5, 6, 7], [9] * 20]
-    drawn = labeller.continued(prompts, heads)
+    drawn = labeller.continue_prefixes(prompts, heads)
     lengths = drawn.mask.sum(-1)
     assert int(lengths.max()) <= 24
     for i, head in enumerate(heads):

@@ -131,7 +131,7 @@ def test_agents_with_a_remote_engine_that_fails_or_restarts(
     with serving(AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)) as server:
         made = config(engine="vllm", steps=1, **{"engine.url": server.url, "policy.device": "cpu"})
         with closing(assemble(made)) as parts:
-            parts.engine.look = 0.05
+            parts.engine.health_check_interval = 0.05
             first = drawn(parts)
             server.abort_once = True
             aborted = drawn(parts)

@@ -362,7 +362,7 @@ def test_a_micro_batch_of_language_never_cuts_a_pair_nor_changes_a_gradient(sums
         batch, _ = algorithm.compute_advantages(batch.add(logp_old=batch.logp_sampler), {})
         mini = batch.add(weight=algorithm.weights(batch).double())
         assert all(part.mask.shape[1] == 2 for part in parts.learner.split(mini))
-        parts.learner._uphill = parts.learner._uphill.double()
+        parts.learner._loss_grad = parts.learner._loss_grad.double()
         terms = parts.learner.gradient(mini, algorithm.objective)
         found.append(
             (terms.objective, torch.cat([p.grad.flatten() for p in parts.learner.trainable() if p.grad is not None]))
