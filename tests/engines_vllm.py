@@ -337,7 +337,7 @@ def test_a_replica_of_a_cluster_draws_with_a_vllm_of_its_own(tmp_path: Path, mon
     monkeypatch.setenv(CLUSTER_VARIABLE, "nowhere run")
     settings = {"engine": "vllm", "engine.python": str(ENVIRONMENT), "steps": 2, "max_mismatch": 1e-3}
     try:
-        run, _ = train_run(tmp_path / "run", crew := ActorReplicas(1), monkeypatch, model=str(model), **settings)
-        assert run.status == "finished" and set(crew.drawn["sampler-0"]) == {0, 1, 2}
+        run, _ = train_run(tmp_path / "run", replica_set := ActorReplicas(1), monkeypatch, model=str(model), **settings)
+        assert run.status == "finished" and set(replica_set.generated_versions["sampler-0"]) == {0, 1, 2}
     finally:
-        crew.close()
+        replica_set.close()
