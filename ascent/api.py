@@ -58,7 +58,7 @@ RESULT_METRICS = (
 )
 """The metrics in run.json's `result`."""
 MEMORY_RAN_OUT = (
-    "since this run was last seen alive, the system has killed a process for want of memory, maybe this one. "
+    "since this run was last seen alive, the system killed a process because memory ran out, maybe this one. "
     "To need less: a lower --micro-batch, fewer --policy.rows, --policy.checkpointing, or --policy.lora in a new run"
 )
 CHANGEABLE_SETTINGS = ("eval_every", "checkpoint_every", "keep", "keep_best", "record_every", "record_rollouts")

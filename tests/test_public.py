@@ -47,12 +47,12 @@ def test_every_axis_of_the_menu_has_a_public_base_class() -> None:
 def test_the_choice_that_the_page_of_the_menu_shows_works(tmp_path: Path) -> None:
     """Its code block, as a file, chosen on the command line with its field set."""
     page = (Path(__file__).parent.parent / "docs" / "menu.md").read_text()
-    block = re.search(r"```python\n(# my_credit\.py.*?)```", page, re.DOTALL)
+    block = re.search(r"```python\n(# my_advantage\.py.*?)```", page, re.DOTALL)
     assert block is not None
-    (tmp_path / "my_credit.py").write_text(block[1])
-    config = configure("sort", {"advantage": f"python:{tmp_path}/my_credit.py:Scaled", "advantage.factor": 0.1})
-    credit = config.algorithm.advantage
-    assert isinstance(credit, ascent.Advantage) and credit.factor == 0.1  # type: ignore[attr-defined]
+    (tmp_path / "my_advantage.py").write_text(block[1])
+    config = configure("sort", {"advantage": f"python:{tmp_path}/my_advantage.py:Scaled", "advantage.factor": 0.1})
+    advantage = config.algorithm.advantage
+    assert isinstance(advantage, ascent.Advantage) and advantage.factor == 0.1  # type: ignore[attr-defined]
 
 
 def test_the_task_that_the_page_on_language_models_shows_works(tmp_path: Path) -> None:

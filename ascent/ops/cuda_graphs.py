@@ -5,6 +5,7 @@ A captured graph reads and writes tensors at fixed addresses. So inputs are padd
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -40,8 +41,14 @@ class CudaGraphs:
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            work()
+        collects = gc.isenabled()
+        gc.disable()  # a collection could free the graphs of another learner, which fails during a capture
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                work()
+        finally:
+            if collects:
+                gc.enable()
         return graph.replay
 
     def reset(self) -> None:

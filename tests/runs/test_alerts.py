@@ -696,5 +696,5 @@ def test_alerts_of_a_foreign_run() -> None:
 
 def test_weights_of_reward_parts() -> None:
     parts = [SimpleNamespace(name="own", weight=1.0), SimpleNamespace(name="form", weight=0.2)]
-    assert reward_weights(SimpleNamespace(reward_parts=parts)) == {"rewards/own": 1.0, "rewards/form": 0.2}
+    assert reward_weights(SimpleNamespace(reward_sources=parts)) == {"rewards/own": 1.0, "rewards/form": 0.2}
     assert reward_weights(SimpleNamespace()) == {}, "an offline task"

@@ -462,8 +462,8 @@ def test_oom_killed_run_is_reported(
         copy = Path(shutil.copytree(killed, killed.with_name(f"{before} {now}")))
         (copy / ".alive").write_text(json.dumps(sign | {"killed": before}))
         monkeypatch.setattr(run_list, "oom_kill_count", lambda now=now: now)
-        assert ("killed a process for want of memory" in said(capsys, "show", copy)[1]) is told
-        assert ("killed a process for want of memory" in said(capsys, "resume", copy)[1]) is told
+        assert ("killed a process because memory ran out" in said(capsys, "show", copy)[1]) is told
+        assert ("killed a process because memory ran out" in said(capsys, "resume", copy)[1]) is told
 
 
 def test_finished_run_is_not_resumed(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:

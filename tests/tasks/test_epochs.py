@@ -173,9 +173,9 @@ def test_a_comparison_finds_its_run_of_some_passes_again(offline: dict[str, dict
 
 
 def test_the_later_of_steps_and_data_epochs_counts(offline: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--steps 5 and --data-epochs 2\.0 both say how long"):
+    with pytest.raises(ConfigError, match=r"--steps 5 and --data-epochs 2\.0 both set the length of the run"):
         parse_train(["sort", "--steps", "5", "--data-epochs", "2"], "ascent train")
-    with pytest.raises(ConfigError, match="both say how long"):
+    with pytest.raises(ConfigError, match="both set the length of the run"):
         ascent.train("sort", show=False, steps=5, data_epochs=2.0)
     with pytest.raises(ConfigError, match="--data-epochs is 'two'"):
         ascent.train("sort", show=False, data_epochs="two")

@@ -553,7 +553,7 @@ def test_an_exported_model_has_the_same_log_probs(
 def test_readme_names_the_origin_of_the_model(run: Run, adapted: Run, tiny_folder: Path, ascent: Any) -> None:
     assert ascent("export", run.folder, "out", "--step", 1).status == 0
     text = Path("out/README.md").read_text()
-    for words in ("run: plain, step 1 of 2", "base model: tiny", "jsonl:train", "dr-grpo", "Maximise", r"{clip}(\rho"):
+    for words in ("run: plain, step 1 of 2", "base model: tiny", "jsonl:train", "dr-grpo", "Maximize", r"{clip}(\rho"):
         assert words in text
     assert str(tiny_folder) not in text, "others do not see the folders of this machine"
     library.export(adapted.folder, "deep/er/lora")
