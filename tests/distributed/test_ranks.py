@@ -412,7 +412,7 @@ def test_sharded_layers_use_fused_kernels(one_rank: RankGroup) -> None:
 
     class Counted(ElementwiseReference):
         @staticmethod
-        def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> torch.Tensor:
+        def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> torch.Tensor:
             seen.append(x.dtype)
             return ElementwiseReference.rope(x, cos, sin, back)
 

@@ -270,13 +270,13 @@ def test_evaluation_of_a_bare_model(world: Path, tiny_folder: Path) -> None:
 @pytest.mark.smoke
 def test_occupancy_of_a_run_is_recorded(run: Run, sorter: Run) -> None:
     """Occupancy covers 12 responses without evaluations. Small policies sample all at once and record none."""
-    lines = read_lines(run.folder / "lanes.jsonl")
-    assert [line["step"] for line in lines] == [0, 1] and {line["lanes"] for line in lines} == {12}
+    lines = read_lines(run.folder / "occupancy.jsonl")
+    assert [line["step"] for line in lines] == [0, 1] and {line["max_num_seqs"] for line in lines} == {12}
     for line, metrics in zip(lines, run.metrics, strict=True):
         assert metrics["time/tail"] == line["time/tail"] <= line["time/seconds"] < metrics["time/generate"]
         assert len(line["time/running"]) == 32 and 0 < max(line["time/running"]) <= 12
         assert list(metrics)[-1] == "loss"
-    assert "time/tail" not in sorter.metrics[0] and read_lines(sorter.folder / "lanes.jsonl") == []
+    assert "time/tail" not in sorter.metrics[0] and read_lines(sorter.folder / "occupancy.jsonl") == []
 
 
 @pytest.mark.long
