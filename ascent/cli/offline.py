@@ -155,7 +155,7 @@ class SftCommand(OfflineCommand):
       ascent sft sort
 
     FILE is JSONL with prompts and responses, {"prompt": …, "response": …}. A TASK
-    has demonstrations of its own: sort, and text tasks that know a right response.
+    comes with demonstrations: sort, and text tasks that know a right response.
     All flags of `ascent train` apply (`ascent train demonstrations --help`).
     Then: ascent train TASK --init RUN
     """

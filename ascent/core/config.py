@@ -19,7 +19,7 @@ class RankSettings:
     deadline: float = 600.0
     """Seconds that ranks wait for each other; a rank that does not come ends the run."""
     gather: float = 32.0
-    """GiB of state in shards up to which rank 0 writes a checkpoint; above it each rank writes a part of its own."""
+    """GiB of state in shards up to which rank 0 writes a checkpoint; above it each rank writes its own part."""
 
     def __post_init__(self) -> None:
         if not self.deadline > 0:

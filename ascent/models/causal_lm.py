@@ -134,7 +134,7 @@ class CausalLM:
     rows: int = 0
     """Responses that are decoded at once (batch size); 0: chosen for the device. Affects memory and speed only."""
     engine: Literal["local", "vllm", "sglang"] = "local"
-    """Who samples: this process, or servers of vLLM or SGLang."""
+    """Where responses are generated: in this process, or by servers of vLLM or SGLang."""
     engine_url: tuple[str, ...] = ()
     """Servers that run already on this machine, such as http://127.0.0.1:8000, or `ascent engine` on others, as
     https://HOST:8443; several share the work."""

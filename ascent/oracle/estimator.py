@@ -176,7 +176,7 @@ def enumerate_groups(table: ResponseTable, algorithm: Algorithm, samples: int, s
 def compute_group_advantages(
     algorithm: Algorithm, everything: Batch, state: State
 ) -> tuple[Float[Tensor, "group sample #token"], Float[Tensor, "group sample token"], bool]:
-    """Return A and the token weights of each group as a batch of its own, and whether groups depend on one another.
+    """Return A and the token weights of each group as a separate batch, and whether groups depend on one another.
 
     The advantages of all groups are first computed as one batch. If a few groups alone have the same advantages, and
     the same weights up to 1/groups, groups are independent and the result holds for all. Otherwise the weights, and

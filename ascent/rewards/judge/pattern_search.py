@@ -1,7 +1,7 @@
 r"""A pattern of the user's own, searched for in a process that ends itself in time.
 
 Python's `re` cannot be interrupted, and a pattern such as `(\d+)+$` takes years on some texts. So the search runs in a
-process of its own: this file, as a script. An alarm ends it when its seconds are over, and it ends with its parent.
+separate process: this file, as a script. An alarm ends it when its seconds are over, and it ends with its parent.
 """
 
 import json

@@ -69,7 +69,7 @@ class Guess(TurnsTask):
 
     @property
     def space(self) -> Space:
-        """Numbers, then lower, higher, and what answers a guess that is no number. The prompt is a 0."""
+        """The numbers, then three observations: lower, higher, and not a number. The prompt is a 0."""
         return Space(prompt_length=1, vocab=self.numbers + 3, limit=2 * self.questions - 1)
 
     @property

@@ -51,7 +51,7 @@ Responses = Int[Tensor, "prompt sample position"]
 USER_REWARD_WORKERS, USER_REWARD_SECONDS, USER_REWARD_MEMORY = 2, 10.0, 4.0
 """Number of workers of a user-defined reward, time limit per response, and memory limit per worker in GiB."""
 NO_NUMBER = -1
-"""Stands at a response position that holds no number: after the end, or the end token itself."""
+"""Value of a response position without a number: the end token and the positions after it."""
 _HELD_OUT_ONE_IN = 5
 _MAX_ENUMERATED = 200_000
 """Up to this many prompts all are enumerated to find the held-out ones."""
@@ -151,7 +151,7 @@ def user_reward(
 ) -> tuple[Float[Tensor, "prompt sample"], tuple[str, ...]]:
     """A user's f(prompt, response) on every response: a number, or (number, reason), of which the number counts.
 
-    It runs in a process of its own. A reward that fails is NaN here and a reason in the list: never a silent 0. The
+    It runs in a separate process. A reward that fails is NaN here and a reason in the list: never a silent 0. The
     response is all of its numbers, without the end token.
     """
     jobs = [
@@ -319,7 +319,7 @@ class Sort(SortingTask):
 
     @property
     def _count(self) -> int:
-        """How many prompts there are; of long ones, at least so many."""
+        """The number of prompts; for long prompts, a lower bound."""
         length = min(self.length, 64)
         return math.perm(self.numbers, length) if self.distinct else self.numbers**length
 

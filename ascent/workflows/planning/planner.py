@@ -191,7 +191,7 @@ class Planner:
         )
 
     def needed(self) -> int:
-        """Return the smallest number of GPUs on which the training state fits; 0: it fits on no number."""
+        """Return the smallest number of GPUs on which the training state fits; 0: it never fits."""
         for count in range(1, 4097):
             bytes_per_param = self.bytes_per_param if count == 1 else STATE_BYTES_PER_PARAM
             parts = self.cost.state_bytes(

@@ -52,9 +52,9 @@ def _compute(state: ControlState, runs: Path | None) -> Look:
     objective, gradient = _surrogate(loss, grid, A)
     free, _ = _surrogate(Ratio(), grid, A)
     here = int((grid == ratio).nonzero()[0, 0])
-    value, slope, unclipped = (float(x[here]) for x in (objective, gradient, free))
+    value, grad, unclipped = (float(x[here]) for x in (objective, gradient, free))
     held = torch.tensor([ratio], dtype=torch.float64).clamp(1 - low, 1 + high) * A
-    zone, words = _dead_zone(loss, A, ratio, slope)
+    zone, words = _dead_zone(loss, A, ratio, grad)
     rug = _ratios(runs, loss)
     texts = {
         "A": signed(A, 2),
@@ -64,7 +64,7 @@ def _compute(state: ControlState, runs: Path | None) -> Look:
         "objective": signed(value),
         "unclipped": signed(unclipped),
         "clipped": signed(float(held)),
-        "gradient": signed(slope),
+        "gradient": signed(grad),
         "zone": words,
         "rug_total": str(len(rug["ratios"])),
         "rug_clipped": str(sum(rug["clipped"])),
@@ -76,7 +76,7 @@ def _compute(state: ControlState, runs: Path | None) -> Look:
         "unclipped": free.tolist(),
         "gradient": gradient.tolist(),
         "zone": zone,
-        "point": [ratio, value, slope, unclipped],
+        "point": [ratio, value, grad, unclipped],
         "rug": rug,
     }
     return Look(texts, drawing, [_table(loss, A, ratio)], _SNIPPET.format(**state))

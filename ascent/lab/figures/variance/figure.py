@@ -108,13 +108,13 @@ def sampled_gradients(
     index = rows.view(count, samples)
     batch = pick(table.batch_with_fields(algorithm.needs), index)
     batch, _ = algorithm.compute_advantages(batch, state)
-    mini = batch.add(weight=algorithm.weights(batch) * count)  # each group is a batch of its own
+    mini = batch.add(weight=algorithm.weights(batch) * count)  # each group is a separate batch
     outputs = table.outputs(algorithm.outputs)
     logp = outputs.logp.detach()[0][index].requires_grad_()
     entropy = outputs.entropy.detach()[0][index]
     objective = algorithm.objective(mini, type(outputs)(logp, entropy)).objective
-    (slope,) = torch.autograd.grad(objective, logp)
-    return torch.einsum("gst,gstd->gd", slope, table.jacobian("logp")[index])
+    (grad,) = torch.autograd.grad(objective, logp)
+    return torch.einsum("gst,gstd->gd", grad, table.jacobian("logp")[index])
 
 
 @lru_cache(maxsize=512)
